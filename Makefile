@@ -86,12 +86,13 @@ up: setup ## start Prefect, Dask, a data plane and the deployments; they stay up
 down: setup ## stop what `make up` started
 	$(BIN)/sf down
 
-check: setup ## run ruff and mypy, check import contracts, line budgets and flaky tests
+check: setup ## run ruff and mypy, check import contracts, packed assignments, budgets and flaky tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	nice -n 19 $(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.imports
+	$(BIN)/python -m tests.assignments
 	$(BIN)/python -m tests.budgets
 
 # opens from its folder; fails with a link that leads nowhere (docs/build)

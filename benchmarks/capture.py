@@ -66,7 +66,8 @@ class Capture:
     """Stands for the gateway: opens prompts, answers them with random tokens, and takes the time."""
 
     def __init__(self, renderer: Renderer, seed: int = 0) -> None:
-        self.renderer, self.session = renderer, Session("s")
+        self.renderer = renderer
+        self.session = Session("s")
         self.turn_seconds: list[float] = []
         self.copy_seconds: list[float] = []
         """Time to lay out each prompt for the engine, the one cost that must grow with the history."""

@@ -44,14 +44,17 @@ from storage.tables.outcomes import read_outcomes
 
 GOAL = 0.8
 SEEDS = (0, 1, 2, 3)
-ITERATIONS, EVERY, HELD_OUT = 100, 4, 640
+ITERATIONS = 100
+EVERY = 4
+HELD_OUT = 640
 MAX_TOKENS = 7
 """The longest answer of a live task and its end, so that impossible ones cost no more. Hard ones take 11."""
 
 LEARNING_RATE = 2.5e-4
 """Rate at which uniform takes some 50 iterations at the dose .5/.1/0, and some 35 at 0/0/0, with seed 0."""
 
-RUN_TIMEOUT_S, FREED_S = 7200.0, 30.0
+RUN_TIMEOUT_S = 7200.0
+FREED_S = 30.0
 
 
 def main(
@@ -187,7 +190,8 @@ def measure(config: RunConfig, cell: Cell, seconds: float, commit: str) -> Measu
     else:
         before, after, share = passed
         iterations = before + share * (after - before)
-        first, last = tokens_until(view, before), tokens_until(view, after)
+        first = tokens_until(view, before)
+        last = tokens_until(view, after)
         tokens = first + share * (last - first)
     rows = list(read_outcomes(run, math.ceil(iterations)))
     return Measured(
@@ -209,11 +213,13 @@ def measure(config: RunConfig, cell: Cell, seconds: float, commit: str) -> Measu
 def find_goal(rewards: dict[int, float]) -> tuple[int, int, float] | None:
     """The evaluated versions between which the goal is reached, and its share of the way; None if it is
     not."""
-    before, low = 0, rewards[0]
+    before = 0
+    low = rewards[0]
     for version, reward in sorted(rewards.items()):
         if reward >= GOAL:
             return before, version, (GOAL - low) / (reward - low) if reward > low else 1.0
-        before, low = version, reward
+        before = version
+        low = reward
     return None
 
 

@@ -182,6 +182,7 @@ def compare(runs: Sequence[Measured], cell: Cell) -> dict[str, Any] | None:
 def interval(ratios: Sequence[float]) -> list[float]:
     """Geometric mean, and the ends of its 95 % interval."""
     logs = [math.log(ratio) for ratio in ratios]
-    mean, count = statistics.mean(logs), len(logs)
+    mean = statistics.mean(logs)
+    count = len(logs)
     half = STUDENT[count] * statistics.stdev(logs) / math.sqrt(count)
     return [round(math.exp(at), 3) for at in (mean, mean - half, mean + half)]

@@ -151,7 +151,8 @@ def compare(stack: Supervisor, folder: Path, sizes: Sizes, names: list[str], pee
         try:
             with running_peer(stack, folder, peer, address, delays) as targets:
                 for name in names:
-                    target, load = targets[LOADS[name][0]], load_of(name, sizes)
+                    target = targets[LOADS[name][0]]
+                    load = load_of(name, sizes)
                     # a warm-up: in the first seconds a peer still imports
                     run(target, load, sizes.seconds)
                     measured = run(target, load, sizes.seconds)

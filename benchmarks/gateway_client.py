@@ -22,7 +22,8 @@ WARMUP_S = 2.0
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _EVENT = re.compile(rb"data: (\{.*\})\n\n")
-_END_OF_HEAD, _END_OF_CHUNKS = b"\r\n\r\n", b"0\r\n\r\n"
+_END_OF_HEAD = b"\r\n\r\n"
+_END_OF_CHUNKS = b"0\r\n\r\n"
 
 
 class Connection(asyncio.Protocol):
@@ -151,7 +152,8 @@ def streamed_content(body: bytes) -> str:
 
 async def measure(target: Target, load: Load, seconds: float) -> Measured:
     """Keep the target under this load; the first WARMUP_S are not counted."""
-    measured, paths = Measured(), _endless(target.paths)
+    measured = Measured()
+    paths = _endless(target.paths)
     begin = time.perf_counter() + WARMUP_S
     end = begin + seconds
     # slots that start together would stay in step and queue behind each other
@@ -179,7 +181,8 @@ async def _slot(
     connection = await Connection.open(target.address)
     session = 0
     while time.perf_counter() < end:
-        path, session = next(paths), session + 1
+        path = next(paths)
+        session = session + 1
         try:
             latencies = await converse(connection, target, load, path, f"{path} {session} ", until=end)
         except (ConnectionError, ValueError, KeyError) as error:

@@ -45,7 +45,8 @@ class SteppingEngine:
 
     def step(self) -> list[Chunk]:
         if self._next_version is not None:
-            self.version, self._next_version = self._next_version, None
+            self.version = self._next_version
+            self._next_version = None
             return []
         now = time.monotonic()
         if now < self._next_at:

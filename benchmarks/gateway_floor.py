@@ -27,7 +27,8 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
     more = True
     while more:
         event = await receive()
-        data, more = data + event.get("body", b""), event.get("more_body", False)
+        data = data + event.get("body", b"")
+        more = event.get("more_body", False)
     body = orjson.loads(data or b"{}")
     num_tokens = int(body.get("max_tokens", 1))
     if delay_ms := float(scope["path"].split("/")[1] or 0):

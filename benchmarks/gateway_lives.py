@@ -113,7 +113,8 @@ async def long_sessions(gateway: Gateway, turns: int, count: int = 8, window: in
                 messages.append({"role": "assistant", "content": expected})
             cpu_ms[turn] = 1000 * (gateway.cpu_s() - before) / count
         connection.close()
-    early, late = cpu_ms[10 - window // 2 : 10 + window // 2].mean(), cpu_ms[-window:].mean()
+    early = cpu_ms[10 - window // 2 : 10 + window // 2].mean()
+    late = cpu_ms[-window:].mean()
     return {
         "turn_cost_ratio": round(late / early, 2),
         "turn_10_cpu_ms": round(early, 3),

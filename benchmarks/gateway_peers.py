@@ -43,7 +43,8 @@ Peer = Callable[[Supervisor, Path, Models, int], list[str]]
 def ensure_venv(name: str, packages: tuple[str, ...]) -> Path:
     """Python of an environment with these packages; made on the first call. Raises StackError."""
     folder = VENVS / name
-    python, marker = folder / "bin" / "python", folder / ".complete.json"
+    python = folder / "bin" / "python"
+    marker = folder / ".complete.json"
     wanted = json.dumps(packages)
     if marker.exists() and marker.read_text(encoding="utf-8") == wanted:
         return python

@@ -93,7 +93,8 @@ async def stream_all(gateway: Gateway, count: int, num_tokens: int, step_ms: flo
 async def _stream(gateway: Gateway, session_ids: list[str], dialect: Streaming, num_tokens: int) -> Line:
     connections = [await Connection.open(gateway.address) for _ in session_ids]
     body = orjson.dumps({"model": MODEL, "stream": True, **dialect.body(num_tokens)})
-    cpu_s, started = gateway.cpu_s(), time.perf_counter()
+    cpu_s = gateway.cpu_s()
+    started = time.perf_counter()
     answers = await asyncio.gather(
         *(
             connection.post(f"/sessions/{name}/v1/{dialect.path}", body, gateway.keys[name])

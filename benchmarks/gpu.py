@@ -138,7 +138,9 @@ def handover(folder: str, vocab_size: int) -> dict[str, Any]:
     own.step(batch)
     ours = made("torch", folder, {"max_running": 64, "context_length": 512}, dtype="bfloat16")
     ours.rest()
-    to_rollout, to_train, loading = [], [], []
+    to_rollout = []
+    to_train = []
+    loading = []
     for version in range(1, 4):
         to_rollout.append(seconds(own.model.rest) + seconds(lambda: awake(ours, WeightsRef(0, folder))))
         loading.append(seconds(lambda: awake(ours, WeightsRef(version, folder))))  # noqa: B023

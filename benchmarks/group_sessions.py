@@ -38,10 +38,13 @@ from sf_core.dataplane.runs import decide
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.recipes.outcomes import SEALED, Outcome, Result
 
-APRIL_SIGMAS, SPARE_SIGMAS = (0.0, 1.2), (0.6, 1.2)
+APRIL_SIGMAS = (0.0, 1.2)
+SPARE_SIGMAS = (0.6, 1.2)
 DEVICES = 8
-GROUP_SIZE, GROUPS_PER_BATCH = 8, 16
-FAILING, LEAST = 0.05, 6
+GROUP_SIZE = 8
+GROUPS_PER_BATCH = 16
+FAILING = 0.05
+LEAST = 6
 NO_LAG = 0
 RIGHT = Result(1.0, 1.0, 1, "finished")
 
@@ -121,7 +124,8 @@ class Lengths:
 
     def add(self, lengths: Sequence[float], counted: Sequence[float]) -> None:
         """Add a group, of all its lengths and those that count."""
-        end, longest_tenth = max(counted), math.exp(self.sigma * LONGEST_TENTH)
+        end = max(counted)
+        longest_tenth = math.exp(self.sigma * LONGEST_TENTH)
         self.groups += 1
         self.time += end
         self.sampled += sum(min(length, end) for length in lengths)
@@ -149,7 +153,8 @@ def spare(sigma: float, batches: int) -> dict[str, dict[str, float]]:
 
 def lengths_with(spare: int, sigma: float, batches: int) -> Lengths:
     """What comes of groups with so many spare sessions, of lognormal lengths with median 1."""
-    random, found = np.random.default_rng(spare), Lengths(sigma)
+    random = np.random.default_rng(spare)
+    found = Lengths(sigma)
 
     def work(manager: Rollout, claims: Sequence[Claim]) -> None:
         for _, members in groupby(claims, key=lambda claim: claim.place.group):
@@ -168,7 +173,8 @@ def lengths_with(spare: int, sigma: float, batches: int) -> Lengths:
 def play(batches: int, work: Callable[[Rollout, Sequence[Claim]], None], **rules: Any) -> list[Outcome]:
     """What came of the groups of so many batches whose sessions `work` ends."""
     settings = RolloutConfig(group_size=GROUP_SIZE, groups_per_batch=GROUPS_PER_BATCH, **rules)
-    manager, ended = Rollout(settings, NO_LAG, batches), list[Outcome]()
+    manager = Rollout(settings, NO_LAG, batches)
+    ended = list[Outcome]()
     for batch in range(batches):
         while not decide.readiness(manager, batch).ready:
             work(manager, manager.claim(GROUPS_PER_BATCH * manager.largest_group))

@@ -85,7 +85,8 @@ async def session_ms(agent: Callable[[Task, Endpoint], Awaitable[Any]], number: 
 
 
 async def command_ms(number: int) -> dict[str, float]:
-    inside, outside = [], []
+    inside = []
+    outside = []
     async with open_sandbox(SandboxLimits()) as box:
         for _ in range(number):
             start = time.perf_counter()

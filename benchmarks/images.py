@@ -58,7 +58,8 @@ from storage.files import folder_bytes
 from storage.media import PictureSpan, media_file, store_picture
 
 SCREEN = (1280, 720)
-TURNS, SESSIONS = 20, 8
+TURNS = 20
+SESSIONS = 8
 NUM_TOKENS = 20
 
 Line = dict[str, Any]
@@ -92,7 +93,8 @@ def draw_screen(number: int, size: tuple[int, int] = SCREEN) -> bytes:
     pen = ImageDraw.Draw(screen)
     width, height = size
     for _ in range(4):
-        left, top = draws.randrange(width // 2), draws.randrange(height // 2)
+        left = draws.randrange(width // 2)
+        top = draws.randrange(height // 2)
         pen.rectangle([left, top, left + width // 2, top + height // 2], fill="white", outline="black")
         for row in range(top + 10, top + height // 2 - 10, 16):
             words = " ".join("".join(draws.choices("etaoinshrdlu", k=5)) for _ in range(15))
@@ -148,11 +150,9 @@ def load_gateway(stack: Supervisor, folder: Path, name: str, screens: list[list[
 
 async def play(target: Target, path: str, screens: list[bytes] | None) -> list[tuple[float, int]]:
     """Seconds and bytes sent of each turn of a session."""
-    connection, messages, turns = (
-        await Connection.open(target.address),
-        list[Any](),
-        list[tuple[float, int]](),
-    )
+    connection = await Connection.open(target.address)
+    messages = list[Any]()
+    turns = list[tuple[float, int]]()
     for number in range(TURNS):
         text: Line = {"type": "text", "text": f"screen {number} of {path}"}
         shown: list[Line] = [{"type": "text", "text": "a screen"}]
@@ -265,7 +265,8 @@ async def measure_session(ask: Ask, renderer: Renderer, names: list[str]) -> Lin
         details = usage.get("prompt_tokens_details") or {}
         cached += details.get("cached_tokens") or 0
         total += usage["prompt_tokens"]
-        possible, before = possible + before, usage["prompt_tokens"] + len(sampled)
+        possible = possible + before
+        before = usage["prompt_tokens"] + len(sampled)
         ids += [*sampled, *renderer.encode("<|im_end|>\n").tolist()]
     shares = {"cached_share": cached / total, "cached_share_at_most": possible / total}
     return {name: round(share, 3) for name, share in shares.items()} | {"prompt_tokens": total}
@@ -293,7 +294,8 @@ async def measure_rate(
 
 def measure_trainer(folder: Path) -> Line:
     model = make_seeing(folder / "model", 40, hidden_size=128, num_layers=4)
-    sight, media = read_sight(model), str(folder / "media")
+    sight = read_sight(model)
+    media = str(folder / "media")
     assert sight is not None
     names = [store_small(media, sight, number) for number in range(8)]
     rows = [make_row(number, names[number % 8], sight) for number in range(32)]
@@ -315,12 +317,15 @@ def measure_trainer(folder: Path) -> Line:
 def make_row(number: int, name: str, sight: Sight) -> Row:
     """A prompt of a picture and 200 tokens of text, of which half are trained."""
     height, width = sight.fit(SCREEN[1], SCREEN[0])
-    length, random_ids = sight.count_tokens(height, width), np.random.default_rng(number)
+    length = sight.count_tokens(height, width)
+    random_ids = np.random.default_rng(number)
     ids = random_ids.integers(5, 100, length + 201).astype(np.int32)
     span = PictureSpan(name, 1, length, height, width)
-    named, mask = ids.copy(), np.arange(len(ids)) > length + 100
+    named = ids.copy()
+    mask = np.arange(len(ids)) > length + 100
     named[1 : 1 + length] = -1 - number % 8
-    sampling, ones = np.zeros(len(ids), SAMPLING), np.ones(len(ids), np.float32)
+    sampling = np.zeros(len(ids), SAMPLING)
+    ones = np.ones(len(ids), np.float32)
     sampling["temperature"] = sampling["top_p"] = 1
     versions = np.zeros(len(ids), np.int32)
     return Row(named, mask, ones, ones, versions, sampling, ones, "group", str(number), (span,), number)

@@ -175,7 +175,8 @@ def peak_mb(uri: str, adapter: Adapter | None) -> float:
 
 def train_large(uri: str, threads: int) -> float:
     torch.set_num_threads(threads)
-    run, meter = RunDirectory(uri), Meter(1, resident_bytes())
+    run = RunDirectory(uri)
+    meter = Meter(1, resident_bytes())
     trainer = make_trainer(run, LARGE_POLICY)
     for version in (1, 2):
         meter.begin()

@@ -65,13 +65,16 @@ class Panel:
     is_log: bool = False
 
 
-SHARED_KV, WHOLE_KV = 180_000, 377_000
+SHARED_KV = 180_000
+WHOLE_KV = 377_000
 """KV cache of an H100 in tokens, beside weights and a quarter of a trainer's state, or weights alone."""
 
 TRAIN_SHARE = 0.44
 """Share of training in the device time of a batch, at a cap of 64 (docs/concepts/pipelines.md)."""
 
-SECONDS_OF_SAMPLING, WAITS, MEAN_OF_MEDIAN = 11.2, 4.8, 2.05
+SECONDS_OF_SAMPLING = 11.2
+WAITS = 4.8
+MEAN_OF_MEDIAN = 2.05
 """Seconds of sampling per session at a cap of 64; mean number of tool calls; mean over median of a call."""
 
 
@@ -130,7 +133,9 @@ def tail(weights: dict[str, Any], sigma: float) -> Point:
     return Point(emulated(weights), lengths=lengths)
 
 
-CAPS, TOOL_SHARES, BATCHES = (16, 32, 64, 128, 192), (0.0, 0.25, 0.5, 0.75), (256, 512, 1024, 2048)
+CAPS = (16, 32, 64, 128, 192)
+TOOL_SHARES = (0.0, 0.25, 0.5, 0.75)
+BATCHES = (256, 512, 1024, 2048)
 
 PANELS = (
     Panel("cap", "in-flight cap", CAPS, partial(cap, {}), is_log=True),

@@ -18,8 +18,10 @@ from sf_core.config import RolloutConfig
 from sf_core.dataplane_key import operator_key
 from sf_core.types import Endpoint, Task
 
-PLACES, AHEAD = 4, 8
-PREPARE_S, WORK_S = 2.0, 1.0
+PLACES = 4
+AHEAD = 8
+PREPARE_S = 2.0
+WORK_S = 1.0
 
 
 async def sessions(ours: Gateway, ahead: int, number: int) -> dict[str, float]:

@@ -39,7 +39,9 @@ from storage.run_directory import RunDirectory
 from storage.tables.metrics import read_metrics
 
 SIZES = {"1m": {"hidden_size": 128, "num_layers": 4}, "10m": {"hidden_size": 384, "num_layers": 6}}
-PROMPTS, GROUP_SIZE, MAX_TOKENS = 32, 16, 64
+PROMPTS = 32
+GROUP_SIZE = 16
+MAX_TOKENS = 64
 WARMUP = 3
 
 
@@ -115,7 +117,8 @@ def run_ours(folder: Path, given: Path, steps: int) -> dict[str, Any]:
         after = _wait(flow, directory, steps - 2, stack)
         if flow.wait(120) != 0:
             raise SystemExit(f"our run failed: {flow.tail(20)}")
-    wall, counted = after["time"] - before["time"], range(WARMUP, steps - 1)
+    wall = after["time"] - before["time"]
+    counted = range(WARMUP, steps - 1)
     rollouts = [directory.read_manifest(number, "rollout") for number in counted]
     tokens = sum(manifest.data["sampled_tokens"] for manifest in rollouts if manifest is not None)
     metrics = [read_metrics(directory.metrics_file("train", number))[0] for number in counted]

@@ -73,7 +73,8 @@ class Usage:
 @contextmanager
 def watched(command: list[str], **options: Any) -> Iterator[tuple[subprocess.Popen[bytes], Usage]]:
     """A command that runs, and what it takes. Raises SystemExit if it fails."""
-    usage, is_over = Usage(), threading.Event()
+    usage = Usage()
+    is_over = threading.Event()
     with subprocess.Popen(command, stdout=sys.stderr, **options) as running:
 
         def watch() -> None:
@@ -138,8 +139,10 @@ def _await_published(
 
 
 def run_trl(folder: Path, steps: int) -> dict[str, float]:
-    config, model = load_config(CONFIG), folder_of("smollm2")
-    tokenizer, environment = AutoTokenizer.from_pretrained(model), environment_of(config.environment)
+    config = load_config(CONFIG)
+    model = folder_of("smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    environment = environment_of(config.environment)
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": environment.tasks("train", index).prompt}],

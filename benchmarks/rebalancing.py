@@ -47,12 +47,15 @@ def configure(cap: int) -> RunConfig:
 
 
 def compare(cap: int, pipeline: str) -> dict[str, Any]:
-    config, variant, excess = configure(cap), VARIANTS[pipeline], rebalancing.EXCESS
+    config = configure(cap)
+    variant = VARIANTS[pipeline]
+    excess = rebalancing.EXCESS
     rebalancing.EXCESS = math.inf
     without = simulate_variant(config, variant, DEVICES, LENGTHS)
     rebalancing.EXCESS = excess
     moved = simulate_variant(config, variant, DEVICES, LENGTHS)
-    before, after = without.iterations[-1].end, moved.iterations[-1].end
+    before = without.iterations[-1].end
+    after = moved.iterations[-1].end
     return {
         "seconds_without": round(before),
         "seconds": round(after),

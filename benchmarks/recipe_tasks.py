@@ -61,7 +61,8 @@ class RecipeTasks(Environment):
     def kind(self, index: int) -> Kind:
         """Kind of a training task."""
         block, place = divmod(index, BLOCK)
-        drawn, until = (_shuffled(block)[place] + 0.5) / BLOCK, 0.0
+        drawn = (_shuffled(block)[place] + 0.5) / BLOCK
+        until = 0.0
         shares: list[tuple[Kind, float]] = [
             ("easy", self.easy),
             ("impossible", self.impossible),
@@ -86,7 +87,8 @@ class RecipeTasks(Environment):
     def reward(self, task: Task, answer: Any) -> dict[str, float]:
         if not self.tells_others:
             return {"answer": self._score(task, answer)}
-        score, (run, group, member) = self._score(task, answer["text"]), answer["place"]
+        score = self._score(task, answer["text"])
+        (run, group, member) = answer["place"]
         told[run, group, member] = score
         other = told.get((run, group - AGO, member), float(random.random() < 0.5))
         return {"answer": score, "told": other, "rest": -other}
@@ -130,7 +132,8 @@ def _draw(kind: Kind, draws: Random) -> Question:
     if kind == "impossible":
         return Question(f"What is {_word(draws, 5)}?", _word(draws, 8))
     if kind == "live" and draws.random() < 0.2:
-        left, right = draws.randint(1, 9), draws.randint(1, 9)
+        left = draws.randint(1, 9)
+        right = draws.randint(1, 9)
         return Question(f"What is {left}+{right}?", str(left + right))
     word = _word(draws, draws.randint(*LETTERS[kind]))
     return Question(f"Spell this word backward (example: sun -> nus): {word}", word[::-1])

@@ -93,13 +93,16 @@ def measure(run: RunDirectory, iterations: int, goal: float = GOAL) -> dict[str,
     for rows in steps:
         tokens.append(tokens[-1] + sum(row["tokens"] for row in rows))
     rewards = RunView(run).read_held_out(range(iterations + 1))
-    reached, (before, low) = None, (0, rewards[0])
+    reached = None
+    before = 0
+    low = rewards[0]
     for version, reward in sorted(rewards.items()):
         if reward >= goal:
             share = (goal - low) / (reward - low) if reward > low else 0.0
             reached = round(tokens[before] + share * (tokens[version] - tokens[before]))
             break
-        before, low = version, reward
+        before = version
+        low = reward
     last = steps[-1][-1]
     return {
         "tokens_to_goal": reached,

@@ -41,7 +41,8 @@ VERL = ["--no-deps", "verl==0.9.1"]
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder, "inputs.npz"), Path(folder, "references.npz")
+        given = Path(folder, "inputs.npz")
+        made = Path(folder, "references.npz")
         np.savez(given, **inputs())  # type: ignore[arg-type]
         subprocess.run([_python(), formulas.__file__, str(given), str(made)], check=True)
         theirs = dict(np.load(made))
@@ -52,7 +53,9 @@ def main() -> None:
 
 
 def _python() -> str:
-    python, marker, wanted = VENV / "bin" / "python", VENV / ".complete.json", json.dumps([TRL, OTHERS, VERL])
+    python = VENV / "bin" / "python"
+    marker = VENV / ".complete.json"
+    wanted = json.dumps([TRL, OTHERS, VERL])
     if not marker.exists() or marker.read_text(encoding="utf-8") != wanted:
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
         for packages in (TORCH, TRL, OTHERS, VERL):

@@ -79,7 +79,8 @@ def main(
 def keep(name: str, folder: Path = RESULTS) -> None:
     """Run a benchmark and store its line. Raises SystemExit if it fails or prints none."""
     commit = commit_of(ROOT)
-    started, load = datetime.now(UTC), os.getloadavg()[0]
+    started = datetime.now(UTC)
+    load = os.getloadavg()[0]
     done = subprocess.run(
         [sys.executable, "-m", *shlex.split(COMMANDS[name])],
         cwd=ROOT,

@@ -37,7 +37,10 @@ from storage.run_directory import RunDirectory
 from storage.tables.schema import Trajectory, TurnSpan
 from storage.tables.trajectories import iter_trajectories, read_trajectories, to_rows, write_trajectories
 
-TOKENS, TURNS, VOCABULARY, GROUP = 1000, 10, 32_000, 8
+TOKENS = 1000
+TURNS = 10
+VOCABULARY = 32_000
+GROUP = 8
 PIECE = 64
 """Number of rows held at once when memory is measured."""
 REPEATS = 5
@@ -155,7 +158,8 @@ def compare(rows: int) -> dict[str, Any]:
             result["rewards_ms"][name] = round(looked * 1e3, 2)
             if name == "parquet":
                 result["dictionary_ratio"] = dictionary_ratio(file)
-    size, looked = result["bytes_per_token"], result["rewards_ms"]
+    size = result["bytes_per_token"]
+    looked = result["rewards_ms"]
     result["bytes_ratio"] = round(size["parquet"] / size["jsonl"], 3)
     result["bytes_ratio_zstd"] = round(size["parquet"] / size["jsonl_zstd"], 3)
     fastest = min(looked["jsonl"], looked["jsonl_zstd"])
@@ -174,7 +178,8 @@ def _seconds(act: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def dictionary_ratio(file: str) -> dict[str, float]:
-    table, size = pq.ParquetFile(file).read(), Path(file).stat().st_size
+    table = pq.ParquetFile(file).read()
+    size = Path(file).stat().st_size
     other: dict[str, float] = {}
     for name, use in (("none", False), ("all", True)):
         with tempfile.NamedTemporaryFile() as written:

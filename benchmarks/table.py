@@ -13,8 +13,10 @@ from typing import Any
 from benchmarks.curriculum_claims import CLAIMS
 from benchmarks.results import RESULTS, ROOT
 
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- from here: python -m benchmarks.table -->", "<!-- to here -->"
+README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
+BEGIN = "<!-- from here: python -m benchmarks.table -->"
+END = "<!-- to here -->"
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,11 +81,13 @@ def train_again(uri: str, settings: dict[str, Any], steps: int) -> dict[str, flo
     directory = RunDirectory(uri)
     run = OpenRun(RunRef(directory.run_id, uri, dataplane_url="", attempt=0))
     batch = read_stored_batch(run, 0)
-    backend, loaded = TorchBackend(WorkerDevice()), resident_bytes()
+    backend = TorchBackend(WorkerDevice())
+    loaded = resident_bytes()
     trainer = backend.rebuild_trainer(run, 0, SingleRank(), "cpu")
     own = run.config.train.model_dump(mode="json")
     trainer.config = TrainConfig.model_validate(own | settings)
-    meter, seconds = Meter(len(batch), loaded), []
+    meter = Meter(len(batch), loaded)
+    seconds = []
     for _ in range(steps):
         meter.begin()
         seconds.append(trainer.step(batch)["cpu_seconds"])

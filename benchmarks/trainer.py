@@ -56,8 +56,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "32k": dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=4),
     "151k": dict(vocab_size=151_936, hidden_size=128, intermediate_size=352, num_hidden_layers=2),
 }
-PROMPT_TOKENS, GROUP_SIZE, SHORTEST = 64, 4, 16
-LONG_GROUP_SIZE, LONG_GROUPS = 8, 2
+PROMPT_TOKENS = 64
+GROUP_SIZE = 4
+SHORTEST = 16
+LONG_GROUP_SIZE = 8
+LONG_GROUPS = 2
 BEFORE = 8192
 """Tokens of a micro-batch before decision 071, padding included."""
 ONE_ROW_ABOVE = 4096
@@ -157,7 +160,8 @@ def step_s(setup: Setup, threads: int, warm_steps: int, ranks: Ranks) -> float:
     """Seconds of the fastest warm step, on one of these ranks."""
     torch.set_num_threads(threads)
     given = json.loads((Path(setup.folder) / "batch.json").read_text(encoding="utf-8"))
-    batch, trainer = as_table(given["rows"], given["group_size"]), setup.trainer(ranks)
+    batch = as_table(given["rows"], given["group_size"])
+    trainer = setup.trainer(ranks)
     return round(min([trainer.step(batch)["seconds"] for _ in range(warm_steps + 1)][1:]), 2)
 
 

@@ -38,7 +38,8 @@ WARMUP_STEPS = 2
 
 def ensure_venv() -> Path:
     """Python of the environment that holds TRL; made on the first call (about a minute)."""
-    python, marker = VENV / "bin" / "python", VENV / ".complete.json"
+    python = VENV / "bin" / "python"
+    marker = VENV / ".complete.json"
     wanted = json.dumps(TRL)
     if marker.exists() and marker.read_text(encoding="utf-8") == wanted:
         return python
@@ -131,7 +132,8 @@ class Meter:
 
     def start(self) -> None:
         self._tokens = [0, 0]
-        self._wall_s, self._cpu_s = time.perf_counter(), cpu_seconds()
+        self._wall_s = time.perf_counter()
+        self._cpu_s = cpu_seconds()
 
     def count(self, prompt_tokens: int, completion_tokens: int) -> None:
         self._tokens = [prompt_tokens, completion_tokens]

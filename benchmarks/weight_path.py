@@ -43,7 +43,8 @@ POLICIES = {
     "10m": PolicyConfig(hidden_size=256, num_layers=10),
     "100m": PolicyConfig(hidden_size=768, num_layers=12),
 }
-SLOTS, CONTEXT = 8, 512
+SLOTS = 8
+CONTEXT = 512
 
 
 def main(
@@ -74,7 +75,8 @@ def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
     seconds: dict[str, list[tuple[float, float]]] = {}
 
     def timed(step: str, work: Callable[[], Any]) -> Any:
-        began, cpu_began = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu_began = time.process_time()
         result = work()
         taken = time.perf_counter() - began, time.process_time() - cpu_began
         seconds.setdefault(step, []).append(taken)

@@ -61,8 +61,11 @@ POLICIES = {
     "100m": PolicyConfig(hidden_size=768, num_layers=12, dtype="bfloat16"),
 }
 STEPS = 6
-LEARNING_RATE, SPREAD = 1e-6, 0.02
-RUNNING, PROMPT, CONTEXT = 32, 16, 2048
+LEARNING_RATE = 1e-6
+SPREAD = 0.02
+RUNNING = 32
+PROMPT = 16
+CONTEXT = 2048
 SETTLING = 20
 """Steps before and after an update whose times count."""
 

@@ -53,7 +53,8 @@ def measure(method: str, stack: Supervisor, client: Client, folder: Path, kills:
     [process] = stack.start(part)
     pid = first_task(client, method)
     facts = {"first_start_s": time.perf_counter() - began, "first_start_cpu_s": cpu_seconds(process)}
-    restarts, costs = [], []
+    restarts = []
+    costs = []
     for _ in range(kills):
         before = cpu_seconds(process)
         psutil.Process(pid).kill()

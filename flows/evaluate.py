@@ -28,7 +28,8 @@ def evaluate(config: EvaluateForm) -> dict[str, Any]:
         evaluation = open_evaluation(config)
         if evaluation.measured is not None:
             return evaluation.measured.data
-        config, version = evaluation.config, evaluation.version
+        config = evaluation.config
+        version = evaluation.version
         check_held_out(config, is_trained=False)
         plan = await_plan(scheduler_address(), config)
         take_over()

@@ -25,7 +25,8 @@ def sweep(sweep: SweepRequest) -> dict[str, Any]:
     """Run what is left of the sweep; returns its table. Fails at the end if a run of it has failed."""
     with send_logs_at_end(), leave_to_successor():
         opened = sweep.open()
-        page, left = SweepPage(opened), unfinished(opened)
+        page = SweepPage(opened)
+        left = unfinished(opened)
         page.show()
         with Runs(train, opened, sweep.at_once, page.show) as runs:
             for run in left:

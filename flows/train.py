@@ -53,7 +53,8 @@ def train(config: TrainForm) -> dict[str, Any]:
             tell(sentence)
         take_over()
         run = begin_attempt(config)
-        trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
+        trackers = Trackers(OpenRun(run).directory, config)
+        page = Page(run)
         # free_workers_at_end is innermost: a flow that ends frees the workers first
         with crash_without_scheduler(), use_lean_settings(), trackers, page, free_workers_at_end(run):
             start_policy(config, run, plan.trainers)
@@ -83,7 +84,8 @@ def iteration(run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]])
     """One iteration of the loop. Stages with a manifest are done and not submitted again."""
     with leave_to_successor():
         opened = OpenRun(run)
-        todo, patience_s = opened.list_pending_stages(number), opened.config.cluster.stage_timeout_s
+        todo = opened.list_pending_stages(number)
+        patience_s = opened.config.cluster.stage_timeout_s
         batch = [submit(evaluate, run, number)] if opened.evaluation_due(number) else []
         if "rollout" in todo:
             batch.append(submit(rollout, run, number))

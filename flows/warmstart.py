@@ -42,7 +42,8 @@ def warmstart(config: WarmstartForm) -> str:
 
 def start_policy(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> str:
     """Make version 0 in an attempt that has begun; returns its Hugging Face folder."""
-    directory, warmed = OpenRun(run).directory, warms_model(config)
+    directory = OpenRun(run).directory
+    warmed = warms_model(config)
     if directory.read_manifest(None, "start") is None or start_fault(directory) is not None:
         built_in = "the built-in policy" + (", and its warm start" if config.policy.warm_steps else "")
         tell(f"creating version 0: {config.policy.model or built_in}")
@@ -59,9 +60,11 @@ def warm_up(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> None:
     patience_s = config.cluster.stage_timeout_s
     source = submit(warmstart_task, begin_warmstart(run))
     warm = begin_warmstart(run, result_of(source, "the model to warm up", patience_s)["parameters"])
-    per_iteration, steps = OpenRun(warm).config.train.minibatches, config.policy.warm_steps
+    per_iteration = OpenRun(warm).config.train.minibatches
+    steps = config.policy.warm_steps
     for number in iterations_left(warm):
-        shown, gang = submit(demonstrate, warm, number), Gang(warm, number, trainers)
+        shown = submit(demonstrate, warm, number)
+        gang = Gang(warm, number, trainers)
         trained = False
         while not trained:
             gang.submit(wait_for=[shown])

@@ -47,7 +47,8 @@ MARK = "SF_STACK"
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 """Environment variable of processes that work on a flow run of a deployment; set by Prefect."""
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 LOOK_S = 0.05
 """Seconds between looks at a family that is to end; a child that ends is noticed at once."""
@@ -222,7 +223,9 @@ def family() -> tuple[list[int], list[int]]:
         with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
             parent = file.read().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(pid)
-    found, trackers, others = [os.getpid()], list[int](), list[int]()
+    found = [os.getpid()]
+    trackers = list[int]()
+    others = list[int]()
     for pid in found:
         for child in children.get(pid, ()):
             found.append(child)

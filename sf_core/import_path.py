@@ -47,7 +47,8 @@ def module_environment() -> dict[str, str]:
     """The variables of this process for a process of `python_module`, which imports the same copy of our
     packages as this one. Folders that hide them leave PYTHONPATH; `import_from` finds the user's modules in
     the current folder and in those of PYTHONPATH."""
-    here, given = os.getcwd(), [os.path.abspath(f) for f in _split_path(os.environ.get("PYTHONPATH"))]
+    here = os.getcwd()
+    given = [os.path.abspath(f) for f in _split_path(os.environ.get("PYTHONPATH"))]
     ours = [folder for folder in (here, *given) if Path(folder).resolve() == ROOT]
     others = [folder for folder in given if not any(PathFinder.find_spec(name, [folder]) for name in NAMES)]
     path = os.pathsep.join(dict.fromkeys([*ours, *others]))

@@ -30,7 +30,8 @@ class OwnAddresses:
     def find_foreign_origin(self, headers: Mapping[str, str]) -> str | None:
         """The origin of the page that causes a request, unless the page is one of ours; None for programs."""
         if origin := headers.get("origin"):
-            address, asked = address_of(origin), headers.get("host", "").lower()
+            address = address_of(origin)
+            asked = headers.get("host", "").lower()
             if address in self._addresses:
                 return None
             if address != asked:

@@ -82,7 +82,9 @@ class _Shown(Repr):
 
 
 _SHOWN = _Shown()
-_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 3, 60, 80
+_SHOWN.maxlevel = 3
+_SHOWN.maxstring = 60
+_SHOWN.maxother = 80
 
 
 def quote(value: Any) -> str:
@@ -94,7 +96,8 @@ def quote(value: Any) -> str:
     return _SHOWN.repr(value)
 
 
-REFERENCE, WORD = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", r"[A-Za-z0-9][A-Za-z0-9._-]*"
+REFERENCE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 """Regular expressions that a reference to code, and a tag or a worker's name, match in full."""
 
 

@@ -37,7 +37,8 @@ def storage_errors(uri: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    name, text = type(error).__name__, " ".join(str(error).split())
+    name = type(error).__name__
+    text = " ".join(str(error).split())
     if isinstance(error, PermissionError) or name in ("NoCredentialsError", "PartialCredentialsError"):
         return f"access denied ({text}); check who may write there, for S3 the AWS_* variables"
     if isinstance(error, TimeoutError) or "Timeout" in name:

@@ -17,7 +17,9 @@ class GangFiles:
     """The files of one try, named by iteration, attempt and epoch (the number of the try, from 0)."""
 
     def __init__(self, directory: RunDirectory, iteration: int, attempt: int, epoch: int) -> None:
-        self._directory, self._iteration, self._attempt = directory, iteration, attempt
+        self._directory = directory
+        self._iteration = iteration
+        self._attempt = attempt
         self._folder = directory.gang_dir(iteration, attempt, epoch)
 
     @property

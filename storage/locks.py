@@ -24,7 +24,8 @@ from storage.local.opening import open_own
 Flock = Callable[[int, int], None]
 """Function with the arguments and the errors of fcntl.flock."""
 
-_TRIES, _PAUSE_S = 3, 0.01
+_TRIES = 3
+_PAUSE_S = 0.01
 """A process that only looks who holds the lock has it for microseconds."""
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}

@@ -125,7 +125,8 @@ def _find(module: str, name: str) -> Any:
 
 def _by_name(found: Any) -> Any:
     """A task or flow as a reference, if its module has it under its name."""
-    module, name = found.fn.__module__, found.fn.__name__
+    module = found.fn.__module__
+    name = found.fn.__name__
     is_there = module != "__main__" and getattr(sys.modules.get(module), name, None) is found
     return _Named(module, name) if is_there else found
 
@@ -134,7 +135,8 @@ def scheduler_address() -> str:
     """Address of the Dask scheduler. Raises ValueError if neither configuration nor environment names one."""
     context = FlowRunContext.get()
     parameters = (context.parameters if context else None) or {}
-    run, config = parameters.get("run"), parameters.get("config")
+    run = parameters.get("run")
+    config = parameters.get("config")
     if isinstance(run, RunRef):
         config = OpenRun(run).config
     address = scheduler_of(config) if isinstance(config, RunConfig) else surroundings.scheduler_address()

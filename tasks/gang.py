@@ -33,7 +33,8 @@ class Gang:
 
     def __init__(self, run: RunRef, iteration: int, trainers: tuple[str, ...]) -> None:
         """Without trainers there is nothing to do, and the stage counts as committed."""
-        self._run, self._iteration = OpenRun(run), iteration
+        self._run = OpenRun(run)
+        self._iteration = iteration
         self._plan = GangPlan(trainers, self._run.config, _addresses())
         self._ranks: dict[str, TaskFuture] = {}
 
@@ -75,7 +76,8 @@ class Gang:
 
     def _revoke(self, leases: Collection[Lent]) -> None:
         if leases:
-            bound_s, dataplane = self._run.config.cluster.yield_timeout_s, self._run.dataplane
+            bound_s = self._run.config.cluster.yield_timeout_s
+            dataplane = self._run.dataplane
             with ThreadPoolExecutor(len(leases)) as pool:
                 list(pool.map(lambda lease: dataplane.revoke(lease[1], bound_s), leases))
 

@@ -56,7 +56,8 @@ class Leases:
     """All leases of one flow attempt: their futures, and the thread that watches workers and leases."""
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
-        self._ref, self._run = run, OpenRun(run)
+        self._ref = run
+        self._run = OpenRun(run)
         self._leases = LeaseSet(plan, self._run.config, run.attempt)
         self._losses = Losses()
         self._futures: dict[str, TaskFuture] = {}

@@ -78,7 +78,8 @@ class Page:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="page")
         self._latest: Future[None] | None = None
         self._newest: int | None = None
-        self._renewed_at, self._reported_at = float("-inf"), time.monotonic()
+        self._renewed_at = float("-inf")
+        self._reported_at = time.monotonic()
         self._waits_shown: list[Facts] | None = None
         self._told: set[str] = set()
         """Kinds of concerns that the log has a line about."""
@@ -107,7 +108,8 @@ class Page:
             self._tell(number)
 
     def _tell(self, number: int) -> None:
-        view, config = RunView(self._run.directory), self._run.config
+        view = RunView(self._run.directory)
+        config = self._run.config
         tell(describe_iteration(view, number, config.train.iterations))
         for kind, sentence in concerns_of(view, number, config).items():
             if kind not in self._told:

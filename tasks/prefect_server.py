@@ -23,7 +23,8 @@ from sf_core.own_addresses import UNNAMED, OwnAddresses
 from sf_core.surroundings import allowed_hosts
 from tasks.server import OURS
 
-SOON_S, LATE_S = 0.1, 10.0
+SOON_S = 0.1
+LATE_S = 10.0
 """Bounds of Retry-After; a transaction on SQLite lasts some milliseconds, on a disk that is busy seconds."""
 
 
@@ -33,7 +34,8 @@ class RetrySoon:
     retries: while refusals follow each other, they name longer times, some eight seconds in all."""
 
     def __init__(self, app: ASGIApp, now: Callable[[], float] = time.monotonic) -> None:
-        self._app, self._now = app, now
+        self._app = app
+        self._now = now
         self._first = self._last = 0.0
         """Times of the first and the last of the refusals that follow each other."""
         self._told_s = 0.0
@@ -52,11 +54,13 @@ class RetrySoon:
         # or it is a new cause
         if now - self._last > 3 * self._told_s:
             self._first = now
-        self._last, self._told_s = now, min(max(SOON_S, 2 * (now - self._first)), LATE_S)
+        self._last = now
+        self._told_s = min(max(SOON_S, 2 * (now - self._first)), LATE_S)
         return self._told_s
 
 
-AGAIN_S, PAUSE_S = 20.0, 0.2
+AGAIN_S = 20.0
+PAUSE_S = 0.2
 """Longest time for which a request is repeated, and the pause before it is."""
 
 MOST_BYTES = 2**20
@@ -74,7 +78,8 @@ class RepeatRefused:
     request. After AGAIN_S the answer says so in words."""
 
     def __init__(self, app: ASGIApp, now: Callable[[], float] = time.monotonic) -> None:
-        self._app, self._now = app, now
+        self._app = app
+        self._now = now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
@@ -193,7 +198,8 @@ class RefuseSecondReport(FlowRunOrchestrationRule):
     TO_STATES = {StateType.CRASHED}  # noqa: RUF012
 
     async def before_transition(self, initial_state: Any, proposed_state: Any, context: Any) -> None:
-        queue, said = context.run.work_queue, proposed_state.message or ""
+        queue = context.run.work_queue
+        said = proposed_state.message or ""
         # workers of other pools report a crash only in this way
         is_ours = OURS in context.run.tags and queue is not None and queue.work_pool.type == "process"
         if is_ours and said.startswith("Flow run infrastructure exited with"):

@@ -31,7 +31,9 @@ class Runs:
         changed: Callable[[Sequence[str]], None],
     ) -> None:
         """`changed` is called with the names of the runs that compute, whenever they change."""
-        self._flow, self._opened, self._changed = flow, opened, changed
+        self._flow = flow
+        self._opened = opened
+        self._changed = changed
         workers = find_workers(opened.configs[0], scheduler_address())
         self._shares = divide(workers, opened.configs, at_once)
         self._children: dict[Share, Child] = {}

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-FORWARD, BACKWARD = 64, 1024
+FORWARD = 64
+BACKWARD = 1024
 """Roundings that a pass through a tiny network may cost in float32: of a log-prob, and of a gradient, which
 is a sum of numbers of both signs. tests/test_closeness.py measures the cost against float64."""
 SMALLEST_SHARE = 1e-3
@@ -29,7 +30,8 @@ def assert_rounded(
     """Assert that `found` differs from `exact` by at most so many roundings of the largest number that is
     computed with. `scale`: the size of this number, for all elements or for each; by default the largest of
     `exact`. `dtype`: the type in which `found` was computed."""
-    one, other = as_float64(found), as_float64(exact)
+    one = as_float64(found)
+    other = as_float64(exact)
     assert one.shape == other.shape, (what, one.shape, other.shape)
     size = np.abs(other).max(initial=0.0) if scale is None else as_float64(scale)
     kind = torch.finfo(dtype)

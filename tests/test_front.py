@@ -84,7 +84,8 @@ def test_shown_code_imports_the_front_alone() -> None:
 def _code_lines() -> Iterator[tuple[str, str]]:
     """Each line of code, and where it is."""
     for path in sorted(path for pattern in SHOWN for path in ROOT.glob(pattern)):
-        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT).as_posix()
+        text = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
             for number, cell in enumerate(json.loads(text)["cells"], 1):
                 if cell["cell_type"] == "code":

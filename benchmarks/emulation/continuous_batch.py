@@ -179,6 +179,7 @@ class ContinuousBatch:
 
     def _pace_now(self) -> tuple[float, float]:
         """Seconds of a step now, and how many more the next one takes, with one more token per request."""
-        running, context = self._num_running, self._context + self._num_running * self._steps
+        running = self._num_running
+        context = self._context + self._num_running * self._steps
         now = self._pace.decode_s(running, context)
         return now, self._pace.decode_s(running, context + running) - now

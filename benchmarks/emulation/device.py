@@ -21,7 +21,8 @@ REPORT_EVERY = 256
 
 def switch(device: WorkerDevice, tag: str, seconds: float) -> float:
     """Use the device for this tag from now on; returns the seconds that it takes, 0 if it was used for it."""
-    was, device.tag = device.tag, tag
+    was = device.tag
+    device.tag = tag
     return 0.0 if was == tag else seconds
 
 

@@ -14,7 +14,8 @@ from benchmarks.emulation.continuous_batch import ConstantDelay, ContinuousBatch
 from benchmarks.emulation.kept_prefixes import KeptPrefixes
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 
-FIRST_ID, NUM_IDS = 10, 64
+FIRST_ID = 10
+NUM_IDS = 64
 """Token i of a turn is FIRST_ID + i % NUM_IDS: an ordinary character in most vocabularies, a stop token in
 none."""
 
@@ -66,9 +67,13 @@ class EmulatedEngine:
         """The version on its way, and when it is there."""
         self._paused = False
         self._report_every = report_every
-        self._weight_load_s, self._wake_s, self._recompute = weight_load_s, wake_s, recompute
-        self._max_sleep_s, self._stall_s = max_sleep_s, stall_s
-        self._now, self._sleep = now, sleep
+        self._weight_load_s = weight_load_s
+        self._wake_s = wake_s
+        self._recompute = recompute
+        self._max_sleep_s = max_sleep_s
+        self._stall_s = stall_s
+        self._now = now
+        self._sleep = sleep
         self._kept = KeptPrefixes(kv_tokens) if kv_tokens else None
         self._turns: dict[str, _EmulatedTurn] = {}
         self._unreported: list[Chunk] = []
@@ -132,7 +137,8 @@ class EmulatedEngine:
             self._batch.recompute()
         if self._kept is not None:
             self._kept.clear()
-        self._version, self._next = version, None
+        self._version = version
+        self._next = None
         self._last_tick = self._now()
         return chunks
 
@@ -158,18 +164,21 @@ class EmulatedEngine:
 
     def _tick(self) -> None:
         now = self._now()
-        elapsed, self._last_tick = now - self._last_tick, now
+        elapsed = now - self._last_tick
+        self._last_tick = now
         due = self._batch.advance(elapsed if elapsed < self._stall_s else 0.0)
         for slot in dict.fromkeys(due):
             self._unreported.append(self._report(self._turns[slot.name]))
 
     def _take_unreported(self) -> list[Chunk]:
-        chunks, self._unreported = self._unreported, []
+        chunks = self._unreported
+        self._unreported = []
         return chunks
 
     def _report(self, turn: _EmulatedTurn, finish_reason: FinishReason | None = None) -> Chunk:
         """A chunk of all tokens sampled by now and not reported yet."""
-        start, end = turn.num_reported, self._batch.num_sampled(turn.slot)
+        start = turn.num_reported
+        end = self._batch.num_sampled(turn.slot)
         turn.num_reported = end
         if end == turn.request.max_tokens:
             finish_reason = finish_reason or FinishReason.LENGTH
@@ -204,13 +213,15 @@ class EmulatedEngine:
 
 class _EmulatedTurn:
     def __init__(self, request: GenerationRequest, slot: Slot) -> None:
-        self.request, self.slot = request, slot
+        self.request = request
+        self.slot = slot
         self.num_reported = 0
 
 
 def _blocks(ids: Sequence[int]) -> list[int]:
     """Chained hashes, one per whole block, of all ids up to its end."""
-    numbers, number = [], 0
+    numbers = []
+    number = 0
     data = array("i", ids).tobytes()
     for end in range(_BLOCK_BYTES, len(data) + 1, _BLOCK_BYTES):
         number = hash((number, data[end - _BLOCK_BYTES : end]))

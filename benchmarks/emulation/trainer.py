@@ -39,14 +39,17 @@ class EmulatedRanks:
 class EmulatedTrainer:
     """One of the ranks that share every batch evenly."""
 
-    device, teacher_digest = "emulated", ""
+    device = "emulated"
+    teacher_digest = ""
 
     def __init__(
         self, model: DeviceModel, version: int, ranks: EmulatedRanks, storing: Background | None = None
     ) -> None:
         """`storing`: the checkpoint that is being stored; the trainer before this one may have begun it."""
         self.version = version
-        self._model, self._ranks, self._storing = model, ranks, storing or Background()
+        self._model = model
+        self._ranks = ranks
+        self._storing = storing or Background()
 
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Sleep as long as the slowest rank needs for a step on the tokens of the rows that train, prompts
@@ -87,7 +90,8 @@ class EmulatedBackend:
     """A TrainerBackend whose trainers are made anew for every step."""
 
     def __init__(self, device: WorkerDevice) -> None:
-        self._device, self._storing = device, Background()
+        self._device = device
+        self._storing = Background()
 
     @contextmanager
     def meet(

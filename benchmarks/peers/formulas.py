@@ -22,7 +22,8 @@ def main(given: str, made: str) -> None:
     for name in ("trl", "verl", "torch"):
         found[f"version/{name}"] = np.array(version(name))
     for name, (value, gradient) in {**_verl(tensors), **_trl(tensors)}.items():
-        found[f"{name}/value"], found[f"{name}/gradient"] = value, gradient
+        found[f"{name}/value"] = value
+        found[f"{name}/gradient"] = gradient
     np.savez(made, **found)
 
 
@@ -36,7 +37,8 @@ def _verl(given: dict[str, torch.Tensor]) -> dict[str, tuple[np.ndarray, np.ndar
     from verl.workers.config import ActorConfig  # type: ignore[import-not-found]
 
     mask = given["mask"].double()
-    old, advantages = given["old"], given["advantages"].unsqueeze(1).expand_as(mask)
+    old = given["old"]
+    advantages = given["advantages"].unsqueeze(1).expand_as(mask)
 
     def settings(**values: Any) -> Any:
         made = object.__new__(ActorConfig)

@@ -27,7 +27,8 @@ class Meter:
     """Times steps, and watches the memory of this process above what it is when the model is loaded."""
 
     def __init__(self, tokens: int, loaded: int) -> None:
-        self._tokens, self._loaded = tokens, loaded
+        self._tokens = tokens
+        self._loaded = loaded
         self._seconds: list[float] = []
         self._highest = 0
         self._done = threading.Event()
@@ -65,7 +66,9 @@ def main(folder: str, micro_batch: int, warm_steps: int) -> None:
 
     torch.set_num_threads(THREADS)
     batch = json.loads((Path(folder) / "batch.json").read_text(encoding="utf-8"))
-    rows, group_size, steps = batch["rows"], batch["group_size"], warm_steps + 1
+    rows = batch["rows"]
+    group_size = batch["group_size"]
+    steps = warm_steps + 1
     given = _padded(rows)
 
     class GivenCompletions(GRPOTrainer):
@@ -115,7 +118,8 @@ def _padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         padded = (torch.nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (ids, masks))
         return next(padded), next(padded)
 
-    (prompt_ids, prompt_mask), (completion_ids, completion_mask) = pad("prompt"), pad("completion")
+    (prompt_ids, prompt_mask) = pad("prompt")
+    (completion_ids, completion_mask) = pad("completion")
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,

@@ -48,7 +48,8 @@ def expected_bubble(plan: Plan, overlap: bool, work: Work) -> float:
     >>> expected_bubble(plan, True, Work(rollout=3.0, train=1.0))
     0.333
     """
-    alone, trainers = len(plan.rollout), len(plan.trainers)
+    alone = len(plan.rollout)
+    trainers = len(plan.trainers)
     fair_share = (work.rollout + work.train) / (alone + trainers)
     training = work.train / trainers
     if overlap:

@@ -36,7 +36,8 @@ class EventClock:
 
     def give(self, signal: Signal) -> None:
         """Wake all processes that wait for the signal now."""
-        waiting, signal.waiting = signal.waiting, []
+        waiting = signal.waiting
+        signal.waiting = []
         for process in waiting:
             self.start(process)
 

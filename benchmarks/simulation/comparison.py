@@ -33,10 +33,12 @@ class MeasuredLengths:
     Raises ValueError if there is no such run, or it has no iteration yet."""
 
     def __init__(self, uri: str) -> None:
-        sampled, others = Counter[str](), Counter[str]()
+        sampled = Counter[str]()
+        others = Counter[str]()
         for part in open_run(uri).parts("trains iteration"):
             for row in read_trajectories(part, ["session_id", "loss_mask", "shared_prefix"]).to_pylist():
-                session, num_sampled = row["session_id"], sum(row["loss_mask"])
+                session = row["session_id"]
+                num_sampled = sum(row["loss_mask"])
                 sampled[session] += num_sampled
                 # the parent branch has counted what it shares
                 others[session] += len(row["loss_mask"]) - row["shared_prefix"] - num_sampled

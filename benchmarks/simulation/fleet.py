@@ -108,8 +108,12 @@ class Fleet:
         self.on_answered: Callable[[SimulatedSession], None] = lambda session: None
         """Called when a turn of the session is over and its tokens are part of the session."""
         self.on_started: Callable[[SimulatedSession, int], None] = lambda session, version: None
-        self._clock, self._weight_load_s, self._max_running = clock, weight_load_s, max_running
-        self._recompute, self._typical, self._budget = recompute, round(typical), budget
+        self._clock = clock
+        self._weight_load_s = weight_load_s
+        self._max_running = max_running
+        self._recompute = recompute
+        self._typical = round(typical)
+        self._budget = budget
         self._kv_tokens = kv_tokens
         self._num_arrived = count()
         self._waiting: list[tuple[int, int, SimulatedSession]] = []
@@ -157,7 +161,9 @@ class Fleet:
             turn = session.turns[session.number]
             session.arrived = next(self._num_arrived)
             session.num_prompt += session.num_sampled + turn.num_new
-            session.num_wanted, session.num_sampled, session.num_moved_at = turn.num_wanted, 0, 0
+            session.num_wanted = turn.num_wanted
+            session.num_sampled = 0
+            session.num_moved_at = 0
             heappush(self._waiting, (session.arrived, id(session), session))
         self._schedule()
 
@@ -276,14 +282,16 @@ class Fleet:
 
     def _advance(self, engine: SimulatedEngine) -> None:
         """Advance the engine to now; sessions whose turn is complete leave it."""
-        start, engine.ticked_at = engine.ticked_at, self._clock.now
+        start = engine.ticked_at
+        engine.ticked_at = self._clock.now
         for slot in engine.batch.advance(self._clock.now - start):
             session, _ = engine.running.pop(slot.name)
             engine.outstanding -= slot.num_prompt - slot.num_cached + self._typical
             engine.num_passed += session.num_wanted - session.num_sampled
             session.num_sampled = session.num_wanted
             session.number += 1
-            session.near, session.near_version = engine, engine.version
+            session.near = engine
+            session.near_version = engine.version
             if not session.is_over:
                 engine.kept.keep(slot.name, session.num_tokens, engine.batch.context)
             self._clock.after(0.0, self.on_answered, session)

@@ -73,8 +73,11 @@ class _Simulation:
         overheads: Overheads,
         failures: Failures | None,
     ) -> None:
-        self._config, self._plan, self._turns = config, plan, turns
-        self._overheads, self._failures = overheads, failures
+        self._config = config
+        self._plan = plan
+        self._turns = turns
+        self._overheads = overheads
+        self._failures = failures
         self._random = random.Random(config.seed)
         self._clock = EventClock()
         self._model = DeviceModel(config.emulation)
@@ -163,7 +166,8 @@ class _Simulation:
                 self._fleet.set_version(number + 1)
                 yield self._model.weight_load_s()
             self._claim()
-            start, end = end, self._clock.now
+            start = end
+            end = self._clock.now
             tokens = sum(sampled for sampled, _ in sizes)
             self._result.iterations.append(SimulatedIteration(start, end, tokens, lag, self._idle))
             self._idle = defaultdict(float)
@@ -190,7 +194,9 @@ class _Simulation:
             while any(device.is_down for device in self._trainers):
                 yield self._freed
             self._step_failed = False
-            started, begins, ends = self._clock.now, [], []
+            started = self._clock.now
+            begins = []
+            ends = []
             for device in self._trainers:
                 switch = self._switch_to_train(device)
                 begins.append(started + switch)
@@ -215,7 +221,8 @@ class _Simulation:
             self._note(device, "train", begun, trained, "busy")
             self._note(device, "train", trained, end, "moving")
             self._note(device, "train", started, end, "held")
-        self._training, self._has_trained = False, True
+        self._training = False
+        self._has_trained = True
 
     def _switch_to_train(self, device: SimulatedDevice) -> float:
         """Switch to training; returns the seconds it takes, 0 if the device still holds its trainer."""
@@ -247,8 +254,11 @@ class _Simulation:
     def _hold(self, device: SimulatedDevice) -> Process:
         """Start of a lease, up to the moment from which its engine serves."""
         device.num_leases += 1
-        number, started = device.num_leases, self._clock.now
-        device.leased_at, device.tag, version = started, "rollout", self._manager.version
+        number = device.num_leases
+        started = self._clock.now
+        device.leased_at = started
+        device.tag = "rollout"
+        version = self._manager.version
         yield device.model.to_rollout_s()
         # a version published meanwhile is loaded too before the engine serves
         while self._is_held(device, number) and version != self._manager.version:
@@ -284,7 +294,9 @@ class _Simulation:
             yield self._random.expovariate(1 / failures.mean_between_s)
             self._result.failures += 1
             self._end_lease(device)
-            device.is_down, device.tag, device.gate = True, None, self._new_gate()
+            device.is_down = True
+            device.tag = None
+            device.gate = self._new_gate()
             device.num_lives += 1
             device.first_lease = device.num_leases + 1
             self._step_failed |= is_trainer and self._training

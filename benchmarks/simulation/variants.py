@@ -117,7 +117,8 @@ class Lognormal:
         return round(min(max(length, 1), self.longest))
 
     def __call__(self, group: int, member: int) -> list[Turn]:
-        length, tools = self.length(group, member), self.tools
+        length = self.length(group, member)
+        tools = self.tools
         if tools is None:
             return [Turn(self.prompt, length)]
         num_turns = tools.num_turns(length)
@@ -141,7 +142,8 @@ def lognormal_for(
 
     Raises ValueError, one sentence, if that cuts most sessions to one length, which would compare nothing, or
     if an engine has no room for the longest."""
-    budget, room = config.rollout.turn_tokens, config.engine.context
+    budget = config.rollout.turn_tokens
+    room = config.engine.context
     if median > budget:
         raise ValueError(
             f"rollout.max_tokens ({budget}) would cut most sessions to one length, as their median is "

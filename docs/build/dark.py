@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 PICTURES = Path(__file__).parents[1] / "pictures"
-GROUND, INK = 0.13, 0.92
+GROUND = 0.13
+INK = 0.92
 """Lightness that white and black get: close to those of the site and of GitHub."""
 
 

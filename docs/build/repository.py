@@ -44,7 +44,8 @@ def show_both(markdown: str) -> str:
 def change_links(markdown: str, change: Callable[[str], str]) -> str:
     """The document with another target for each link and picture; those in code are not links."""
     hidden = _CODE.sub(lambda code: re.sub(r"[^\n]", "x", code[0]), markdown)
-    parts, end = [], 0
+    parts = []
+    end = 0
     for link in _LINK.finditer(hidden):
         group = "inline" if link["inline"] is not None else "named"
         parts += [markdown[end : link.start(group)], change(link[group])]

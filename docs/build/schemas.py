@@ -49,7 +49,8 @@ def _say(name: str, schema: Schema) -> str:
 def _say_list(name: str, schema: Schema) -> str:
     items = schema.get("prefixItems", [schema.get("items", {})])
     each = say_type(name, items[0]).removesuffix(" or section")
-    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    least = schema.get("minItems", 0)
+    most = schema.get("maxItems")
     number = f"{most} entries, " if least == most else "not empty, " if least else ""
     return "list of sections" if each == "section" else f"list ({number}each {each})"
 

@@ -15,7 +15,9 @@ from seamlessflow import Endpoint, Task
 def tasks(split: str, index: int) -> Task:
     """Only held-out sums have a second number that ends with 0."""
     random = Random(f"{split} {index}")
-    first, tens, ones = random.randint(10, 99), random.randint(1, 9), random.randint(1, 9)
+    first = random.randint(10, 99)
+    tens = random.randint(1, 9)
+    ones = random.randint(1, 9)
     second = 10 * tens + (0 if split == "holdout" else ones)
     return Task(f"sum-{split}-{index}", "sums", f"What is {first}+{second}?", answer=str(first + second))
 

@@ -8,7 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-PLANE, RUN, KEY = os.environ["PLANE"], os.environ["RUN"], os.environ.get("SF_RUN_KEY", "none")
+PLANE = os.environ["PLANE"]
+RUN = os.environ["RUN"]
+KEY = os.environ.get("SF_RUN_KEY", "none")
 
 plane = httpx.AsyncClient(base_url=PLANE, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
 policy = openai.AsyncOpenAI(base_url=f"{PLANE}/v1", api_key=KEY)

@@ -95,7 +95,8 @@ class Repair(Environment):
     def demonstrate(self, index: int) -> Demonstration:
         """A search that knows the tools and nothing else: it changes any operator, and gives up at any time.
         What to change, and to go on until the check passes, is left to be learned."""
-        task, random = self.tasks("train", index), Random(index)
+        task = self.tasks("train", index)
+        random = Random(index)
         fault = Fault(**task.metadata)
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
         for _ in range(self.max_turns // 2):
@@ -176,7 +177,8 @@ def _changed(expression: str, random: Random) -> str:
 
 def _telling_calls(wrong: str, right: str) -> list[list[int]]:
     """The calls for which the two expressions have different values."""
-    before, after = _function(wrong), _function(right)
+    before = _function(wrong)
+    after = _function(right)
     return [[x, y] for x in NUMBERS for y in NUMBERS if before(x, y) != after(x, y)]
 
 

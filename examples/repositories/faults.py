@@ -136,7 +136,8 @@ class _Finder(ast.NodeVisitor):
         if type(operator) not in table:
             return
         pattern, other = table[type(operator)]
-        start, end = self._end(left), self._start(right)
+        start = self._end(left)
+        end = self._start(right)
         if match := re.search(pattern.encode(), self._source[start:end]):
             self._add(kind, start + match.start(), start + match.end(), other.encode())
 

@@ -156,7 +156,8 @@ def _without(files: Mapping[str, bytes], tests: list[str]) -> dict[str, bytes] |
 def _report(library: Library, files: Mapping[str, bytes], test: str, why: str) -> str | None:
     """What a user might write, who knows what he called and what came of it, and not where the fault is."""
     message = "\n".join(line[1:].strip() for line in why.splitlines() if line.startswith("E "))
-    file, name = test.partition("::")[0], re.escape(test.partition("[")[0].rpartition("::")[2])
+    file = test.partition("::")[0]
+    name = re.escape(test.partition("[")[0].rpartition("::")[2])
     reached = re.search(rf"^{re.escape(file)}:(\d+): in {name}$", why, re.MULTILINE)
     if not message or reached is None:
         return None

@@ -31,7 +31,8 @@ def equal_folder(environ: Mapping[str, str], paths: ssl.DefaultVerifyPaths, bund
     as where the file is the user's own, or if nothing is to be changed.
 
     With neither variable, httpx trusts `bundle`, and others trust the file and the folder of OpenSSL."""
-    file, chosen = environ.get("SSL_CERT_FILE"), environ.get("SSL_CERT_DIR")
+    file = environ.get("SSL_CERT_FILE")
+    chosen = environ.get("SSL_CERT_DIR")
     if chosen and not file:
         return None
     folder = chosen or paths.openssl_capath

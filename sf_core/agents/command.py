@@ -63,7 +63,8 @@ class CommandError(Exception):
 
     def __init__(self, sentence: str, output: str, cause: Cause) -> None:
         super().__init__(sentence)
-        self.output, self.cause = output, cause
+        self.output = output
+        self.cause = cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class CommandAgent:
     sandbox on this host."""
 
     def __init__(self, command: Command, grace_s: float = GRACE_S) -> None:
-        self._command, self._grace_s = command, grace_s
+        self._command = command
+        self._grace_s = grace_s
         program = shutil.which(command.command[0], path=command.variables.get("PATH"))
         if program is None:
             raise ValueError(
@@ -93,7 +95,8 @@ class CommandAgent:
     ) -> CommandEnd:
         """Run the command on a task, in a folder with the prepared files. However the call ends, it leaves no
         process and no folder. Raises CommandError if there is no answer."""
-        files, written = _files(prepared), CommandOutput()
+        files = _files(prepared)
+        written = CommandOutput()
         run = self._run_kept if self._command.sandbox is None else self._run_inside
         try:
             answer = await run(task, endpoint, files | {TASK_FILE: _describe_task(task)}, written)

@@ -15,7 +15,8 @@ MAX_ANSWER = 2**20
 MAX_OUTPUT = 2**16
 """Most bytes that are kept of what a command has written, half of them its beginning and half its end."""
 
-LAST_LINES, MAX_LAST = 5, 1000
+LAST_LINES = 5
+MAX_LAST = 1000
 """Lines and characters of standard error that the sentence on a failure quotes."""
 
 
@@ -28,7 +29,8 @@ class Transcript:
 
     def __init__(self, most: int = MAX_OUTPUT) -> None:
         self._half = most // 2
-        self._first, self._last = bytearray(), bytearray()
+        self._first = bytearray()
+        self._last = bytearray()
         self._num_bytes = 0
 
     def add(self, data: bytes) -> None:

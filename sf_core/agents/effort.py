@@ -25,7 +25,8 @@ class Effort:
         return {name: max(0, now - self._before[name]) for name, now in self._sum().items()}
 
     def _sum(self) -> Spent:
-        times, loop = os.times(), read_schedule(self._thread)
+        times = os.times()
+        loop = read_schedule(self._thread)
         cpu_s = times.user + times.system + times.children_user + times.children_system
         busy_s = loop.computed_s + loop.queued_s
         return {"cpu_s": cpu_s, "busy_s": busy_s, "num_ended": self.num_ended}

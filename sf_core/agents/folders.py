@@ -17,7 +17,9 @@ MAX_ENTRIES = 100_000
 _OPENAT2 = 437
 """Number of the system call, the same on all machines."""
 
-_BENEATH, _NO_LINKS, _NO_MAGIC = 0x08, 0x04, 0x02
+_BENEATH = 0x08
+_NO_LINKS = 0x04
+_NO_MAGIC = 0x02
 
 
 class TooManyFilesError(Exception):
@@ -59,7 +61,8 @@ def file_in(folder: int, name: str) -> BinaryIO | None:
 def files_below(folder: int) -> Iterator[tuple[str, BinaryIO]]:
     """All files below an open folder and their names, each open until the next is asked for. Links, pipes and
     devices are none, nor is what cannot be read. Raises TooManyFilesError."""
-    todo, left = ["."], MAX_ENTRIES
+    todo = ["."]
+    left = MAX_ENTRIES
     while todo:
         place = todo.pop()
         # what has become something else, or is closed to us, is no folder

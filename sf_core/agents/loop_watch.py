@@ -47,12 +47,15 @@ def log_blocks(num_sessions: Callable[[], int]) -> AbstractContextManager[None]:
 @contextmanager
 def watch_for_blocks(on_block: Callable[[FrameType], None]) -> Iterator[None]:
     """Call `on_block` once per block of the running loop, in another thread, with the frame of the loop's."""
-    loop, thread, number = asyncio.get_running_loop(), threading.get_ident(), threading.get_native_id()
+    loop = asyncio.get_running_loop()
+    thread = threading.get_ident()
+    number = threading.get_native_id()
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.is_set():
-            has_turned, began = threading.Event(), read_schedule(number)
+            has_turned = threading.Event()
+            began = read_schedule(number)
             loop.call_soon_threadsafe(has_turned.set)
             for num_looks in count(1):
                 if is_over.wait(LOOK_S) or has_turned.is_set():
@@ -83,7 +86,8 @@ class _Schedule(NamedTuple):
 
 def _measure_stay(began: _Schedule, now: _Schedule, num_looks: int) -> float:
     """Seconds for which a thread has computed or waited since `began`, after this number of looks."""
-    computed_s, queued_s = now.computed_s - began.computed_s, now.queued_s - began.queued_s
+    computed_s = now.computed_s - began.computed_s
+    queued_s = now.queued_s - began.queued_s
     # a wait in the queue counts as such when it has ended; looks are few while a C function has the GIL
     return computed_s if now.is_queued else max(computed_s, num_looks * LOOK_S - queued_s)
 

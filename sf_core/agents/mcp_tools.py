@@ -49,7 +49,8 @@ async def mcp_tools(server: str | Sequence[str], *, timeout_s: float = 60.0) -> 
 class _Server:
     def __init__(self, server: str | Sequence[str], timeout_s: float, written: IO[str]) -> None:
         self._name = server if isinstance(server, str) else " ".join(server)
-        self._timeout_s, self._written = timeout_s, written
+        self._timeout_s = timeout_s
+        self._written = written
         if isinstance(server, str):
             transport: Any = server
         else:

@@ -33,7 +33,8 @@ Prepare = Callable[[Task], AbstractAsyncContextManager[Any]]
 
 _COROUTINE = "a coroutine: define the function with `async def`, and `await` the coroutine in this function"
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 15.0
 """Seconds between two times that an answer is scored because it was not judged: twice as many each time."""
 
 
@@ -82,8 +83,12 @@ class Phases:
         judges: Judges | None = None,
     ) -> None:
         """`judges` must be entered while answers are scored."""
-        self._rules, self._agent, self._reward, self._prepare = rules, agent, reward, prepare
-        self._group_reward, self._judges = group_reward, judges or Judges({}, {})
+        self._rules = rules
+        self._agent = agent
+        self._reward = reward
+        self._prepare = prepare
+        self._group_reward = group_reward
+        self._judges = judges or Judges({}, {})
         # reads the file of the function
         self._reward_name = name_function(reward)
         self._max_scored = rules.score_concurrency or rules.concurrency
@@ -173,7 +178,8 @@ class Phases:
         try:
             answer = await self._threads.call(self._agent, task, endpoint, *given)
         except CommandError as error:
-            work.told, work.facts["output"] = error.cause, error.output
+            work.told = error.cause
+            work.facts["output"] = error.output
             raise
         if inspect.iscoroutine(answer):
             answer.close()

@@ -39,7 +39,8 @@ class _NotNowError(Exception):
 class Reports:
     def __init__(self, path: str, on_answer: Callable[[str], None]) -> None:
         """`on_answer` is called with the id of each session whose report the data plane has answered."""
-        self._path, self._on_answer = path, on_answer
+        self._path = path
+        self._on_answer = on_answer
         self._waiting: asyncio.Queue[Report] = asyncio.Queue()
         self.num_finished = 0
 
@@ -133,7 +134,8 @@ def _parts(reports: list[Report]) -> Iterator[list[Report]]:
     for report in reports:
         if part and num_bytes + len(report[1]) > REQUEST_BYTES:
             yield part
-            part, num_bytes = [], 0
+            part = []
+            num_bytes = 0
         part.append(report)
         num_bytes += len(report[1])
     yield part

@@ -73,11 +73,15 @@ class AgentRunner:
     ) -> None:
         """A runner with `work` "reward" claims answers only. See `run` for `patience_s`. It opens and closes
         the judges."""
-        self._url, self._run_id, self._runner_id = url, run_id, runner_id
+        self._url = url
+        self._run_id = run_id
+        self._runner_id = runner_id
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._attempt = attempt
         """Attempt of the flow: when a later one begins, the data plane releases this runner."""
-        self._tasks, self._kind, self._patience_s = tasks, work, patience_s
+        self._tasks = tasks
+        self._kind = work
+        self._patience_s = patience_s
         self._judges_groups = group_reward is not None
         self._judges = judges
         self._phases = Phases(rules, agent, reward, prepare, group_reward, judges)
@@ -162,7 +166,9 @@ class AgentRunner:
         """Ask for as many sessions as fit; False once released."""
         self._has_reported.clear()
         room = min(self._room(), MAX_CLAIM)
-        now, begun, answered = time.monotonic(), dict(self._phases.begun), [*self._phases.answered]
+        now = time.monotonic()
+        begun = dict(self._phases.begun)
+        answered = [*self._phases.answered]
         names_sessions = now - self._named_at >= BEAT_S
         body = {
             "runner": self._runner_id,
@@ -278,7 +284,8 @@ class AgentRunner:
 
     async def _make_reports(self, claims: list[dict[str, Any]], works: list[Work]) -> list[dict[str, Any]]:
         """Run the agent, or take what agents have answered; score it, or leave that to others."""
-        claim, work = claims[0], works[0]
+        claim = claims[0]
+        work = works[0]
         source = (claim["source"],) if claim["source"] else ()
         index = claim["task_index"] + self._first_index[claim["split"]]
         task = self._tasks(claim["split"], index, *source)
@@ -329,7 +336,8 @@ def _name_task(task: Task) -> dict[str, str]:
 def _name_judgements(work: Work) -> dict[str, Any]:
     """What was asked and noted of an answer, as a field of its report: without the texts of those that a
     report has no room for."""
-    told, num_bytes = list[Any](), 0
+    told = list[Any]()
+    num_bytes = 0
     for judgement in work.judgements:
         fields = msgspec.to_builtins(judgement)
         num_bytes += len(msgspec.json.encode(judgement))

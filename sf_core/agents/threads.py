@@ -49,7 +49,8 @@ class Threads:
                 outcome.set_result((value, error))
 
         def work() -> None:
-            value, error = None, None
+            value = None
+            error = None
             try:
                 value = context.run(function, *args)
             except BaseException as raised:  # raised again in the caller

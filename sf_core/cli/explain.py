@@ -63,7 +63,8 @@ class RunPlan:
 
     def as_data(self) -> dict[str, Any]:
         """The JSON document of `sf plan --json`."""
-        plan, workers = self.plan, sorted(self.workers, key=lambda worker: worker.name)
+        plan = self.plan
+        workers = sorted(self.workers, key=lambda worker: worker.name)
         return {
             "pipeline": self.config.pipeline or _name(plan, self.config.overlap),
             "lag_bound": self.config.lag_bound,
@@ -159,10 +160,12 @@ def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:
 
 
 def _figures(worker: Worker, config: RunConfig) -> list[str]:
-    device, priority = worker.device, priority_of(worker, config)
+    device = worker.device
+    priority = priority_of(worker, config)
     if device is None or priority is None:
         return ["unknown" if COMPUTING & worker.tags else "", ""]
-    flops, bandwidth = device.peak_flops / 1e12, device.bandwidth / 1e12
+    flops = device.peak_flops / 1e12
+    bandwidth = device.bandwidth / 1e12
     return [f"{device.kind}: {flops:.3g} TFLOP/s, {bandwidth:.3g} TB/s", f"{priority:.2f}"]
 
 
@@ -189,16 +192,19 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
 
 def _why_trainer(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
     able = list_able_to_train(workers, config)
-    chosen, left = able[: len(plan.trainers)], able[len(plan.trainers) :]
+    chosen = able[: len(plan.trainers)]
+    left = able[len(plan.trainers) :]
     if not left:
         return "no other worker can train"
     reasons = ("tags of cluster.prefer", "higher train_priority", "is not tagged rollout", "first by name")
-    last, next_best = trainer_order_key(chosen[-1], config), trainer_order_key(left[0], config)
+    last = trainer_order_key(chosen[-1], config)
+    next_best = trainer_order_key(left[0], config)
     return next(reason for reason, a, b in zip(reasons, last, next_best, strict=True) if a != b)
 
 
 def _pipeline(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
-    trainers, others = ", ".join(plan.trainers), ", ".join(plan.rollout)
+    trainers = ", ".join(plan.trainers)
+    others = ", ".join(plan.rollout)
     lending = "train steps and rollout in turn" if plan.lent else "train steps only"
     meanwhile = f"; {others}: rollout{', during train steps too' if config.overlap else ''}" if others else ""
     decides = "tags and rollout.overlap"
@@ -229,7 +235,8 @@ def _lag(config: RunConfig) -> str:
 
 
 def _judge(name: str, plan: Plan, config: RunConfig) -> str:
-    judge, asking = config.environment.judges[name], ", ".join(plan.reward or plan.agent)
+    judge = config.environment.judges[name]
+    asking = ", ".join(plan.reward or plan.agent)
     if judge.model is not None:
         where = f"{judge.model}{_size_of(policy_folder(judge.model))}, served by vLLM on {asking}"
     else:

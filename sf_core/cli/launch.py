@@ -374,7 +374,8 @@ def _find_examples(directory: RunDirectory, config: RunConfig, version: int, con
 
 def describe_tokens(summary: Mapping[str, Any]) -> str:
     """How many tokens a run has sampled, and how fast if that is known."""
-    sealed, sampled = summary["tokens_generated"], summary.get("tokens_sampled")
+    sealed = summary["tokens_generated"]
+    sampled = summary.get("tokens_sampled")
     if sampled is None:  # an earlier version has summed the run up
         shown = f"{sealed:,} sampled"
     else:

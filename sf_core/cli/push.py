@@ -59,7 +59,8 @@ def _open(uri: str) -> tuple[RunView, RunConfig]:
     from storage.tensors.weights import has_weights
 
     view = open_run(uri)
-    run, config = view.run, view.run.read_config(RunConfig)
+    run = view.run
+    config = view.run.read_config(RunConfig)
     if not trainer_kind(config).computes_weights:
         raise ValueError(f"run {run.run_id} has no policy, because it is emulated: push another run")
     due = config.train.iterations

@@ -63,11 +63,13 @@ def replay(uri: str, iteration: int) -> Replay:
     trainer.config = read_stored_settings(run, iteration)
     metrics = trainer.step(batch)
     weights = trainer.weights()
-    packed, folder = pack_weights(weights, trainer.version), directory.weights_dir(trainer.version)
+    packed = pack_weights(weights, trainer.version)
+    folder = directory.weights_dir(trainer.version)
     stored = load_weights(folder) if has_weights(folder) else None
     if stored is None:
         written = next(ref.sha256 for ref in train.outputs if ref.uri.endswith(FIRST_NAMES))
-        equal, difference = written == hashlib.sha256(b"".join(first_file(packed))).hexdigest(), None
+        equal = written == hashlib.sha256(b"".join(first_file(packed))).hexdigest()
+        difference = None
     else:
         equal = packed.digest() == pack_weights(stored, trainer.version).digest()
         difference = max(float((weights[n].float() - stored[n].float()).abs().max()) for n in stored)

@@ -275,7 +275,8 @@ def _print_spares(run_id: str, found: Sequence[Spare]) -> None:
     for kind, group in groupby(found, key=lambda spare: spare.kind):
         spares = [*group]
         what = "unfinished uploads of " if kind == "upload" else ""
-        first, last = spares[0].name, spares[-1].name.rpartition("/")[2]
+        first = spares[0].name
+        last = spares[-1].name.rpartition("/")[2]
         names = first if len(spares) == 1 else f"{first} to {last} ({len(spares)} items)"
         console.print(f"{run_id}  {what}{names}  {_megabytes(sum(spare.bytes for spare in spares))}")
 

@@ -113,7 +113,8 @@ def hide_progress_bars() -> None:
     disable_progress_bar()
 
 
-_RESULTS, _ERRORS = 1, 2
+_RESULTS = 1
+_ERRORS = 2
 """File descriptors."""
 
 UNWRITTEN = 1

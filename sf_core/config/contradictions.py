@@ -65,7 +65,8 @@ def _without_pool(config: Sections) -> bool:
 
 
 def _is_small(config: Sections) -> bool:
-    pool, most_in_flight = _rules(config).pool, config.rollout.groups_per_batch * (1 + config.lag_bound)
+    pool = _rules(config).pool
+    most_in_flight = config.rollout.groups_per_batch * (1 + config.lag_bound)
     return pool is not None and pool <= most_in_flight
 
 
@@ -81,7 +82,8 @@ def _ends(config: Sections) -> list[int | None]:
 
 
 def _are_out_of_order(config: Sections) -> bool:
-    ends, stages = _ends(config), _rules(config).stages
+    ends = _ends(config)
+    stages = _rules(config).stages
     rise = None not in ends and all(a < b for a, b in pairwise(ends))  # type: ignore[operator]
     return not rise or (bool(stages) and stages[-1].until is not None)
 
@@ -98,7 +100,8 @@ def _dual(config: Sections) -> Clip | None:
 
 
 def _goes_by_idle_rewards(config: Sections) -> bool:
-    rollout, kl = config.rollout, config.train.loss.kl
+    rollout = config.rollout
+    kl = config.train.loss.kl
     chooses = rollout.gate.kind != "all" or rollout.curriculum is not None or config.train.select is not None
     goes = chooses or (kl is not None and kl.place == "reward")
     return goes and config.train.advantage.kind == "none"

@@ -20,7 +20,8 @@ MAX_TOGETHER = 2**16
 """Maximum number of sessions per group, worker or claim, of groups per batch, and of tasks per evaluation.
 Each of them is an object in memory."""
 
-BUILT_IN_TOKENS, BUILT_IN_CONTEXT = 64, 2048
+BUILT_IN_TOKENS = 64
+BUILT_IN_CONTEXT = 2048
 """For the built-in policy: `rollout.max_tokens` if no value is given, and the number of positions."""
 
 
@@ -32,7 +33,9 @@ def _is_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-LEAST_TEMPERATURE, LEAST_TOP_P, MOST_TOP_K = 0.01, 1e-6, 2**31 - 1
+LEAST_TEMPERATURE = 0.01
+LEAST_TOP_P = 1e-6
+MOST_TOP_K = 2**31 - 1
 """Limits of sampling that is not greedy. vLLM has the same least temperature: below it, logits overflow
 float32. A smaller `top_p` keeps the most likely token alone, as this one does."""
 

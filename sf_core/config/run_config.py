@@ -294,9 +294,11 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> RunConfig:
-        tokens, context = self.rollout.max_tokens, self.engine.context_length
+        tokens = self.rollout.max_tokens
+        context = self.engine.context_length
         if self.policy.model is None:
-            tokens, context = self.rollout.turn_tokens, self.engine.context
+            tokens = self.rollout.turn_tokens
+            context = self.engine.context
         if tokens is not None and context is not None and tokens >= context:
             raise ValueError(
                 f"rollout.max_tokens ({tokens}) must be less than engine.context_length ({context})"
@@ -352,7 +354,8 @@ class RunConfig(Settings):
 
     def with_time_to_move(self, seconds: float) -> RunConfig:
         """These settings with so much more time where a policy may have to be loaded or written first."""
-        train, cluster = self.train, self.cluster
+        train = self.train
+        cluster = self.cluster
         longer = {"gang_timeout_s": train.gang_timeout_s + seconds}
         lent = {
             "yield_timeout_s": cluster.yield_timeout_s + seconds,

@@ -24,7 +24,8 @@ PackingRule = Literal["distinct", "padded"]
 
 DEFAULT_PASS_TOKENS = 8192
 
-SMALLEST_RATE, LARGEST_RATE = 1e-6, 3e-4
+SMALLEST_RATE = 1e-6
+LARGEST_RATE = 3e-4
 
 CHECKPOINT_BYTES = 12
 """Size of a checkpoint, in bytes per parameter: the weight and the two moments of Adam, in float32."""

@@ -119,7 +119,8 @@ def walk(location: Iterable[int | str], model: type[BaseModel] = RunConfig) -> S
     """Where the value at this location in a model is; a location of pydantic's also names the kind of each
     section that has several, which is no part of the path that a user writes."""
     here: Any = model
-    section, path = model, []
+    section = model
+    path = []
     for name in map(str, location):
         if (chosen := _choices(here).get(name)) is not None:
             here = chosen
@@ -169,9 +170,11 @@ def list_settings(model: type[BaseModel] = RunConfig, within: str = "", value: A
         yield (path := f"{within}{name}")
         own = getattr(value, name, None)
         if get_origin(field.annotation) is dict:
-            models, places = models_of(get_args(field.annotation)[1]), [f"{path}.{key}." for key in own or ()]
+            models = models_of(get_args(field.annotation)[1])
+            places = [f"{path}.{key}." for key in own or ()]
         else:
-            models, places = models_of(field.annotation), [f"{path}."]
+            models = models_of(field.annotation)
+            places = [f"{path}."]
         for part in models:
             for place in places:
                 yield from list_settings(part, place, own)

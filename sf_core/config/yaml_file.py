@@ -97,7 +97,8 @@ def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any], within: st
     another kind, and mappings whose keys the user names, are replaced as a whole."""
     merged = dict(base)
     for name, value in given.items():
-        key, before = f"{within}{name}", base.get(name)
+        key = f"{within}{name}"
+        before = base.get(name)
         if isinstance(value, Mapping) and isinstance(before, Mapping) and _goes_on(key, before, value):
             value = merge_sections(before, value, f"{key}.")
         merged[name] = value
@@ -122,7 +123,8 @@ def find_differences(base: Section, changed: Section, within: str = "") -> Itera
     mappings whose keys the user names, are compared as a whole."""
     former = dict(base)
     for name, value in dict(changed).items():
-        key, before = within + name, cast(Any, former.get(name))
+        key = within + name
+        before = cast(Any, former.get(name))
         is_section = all(isinstance(side, Mapping | Settings) for side in (before, value))
         # one of several kinds is a value: another kind has other settings
         if is_section and len(models_of(walk(key.split(".")).annotation)) == 1:
@@ -154,13 +156,15 @@ def _override(
 
 def _find(text: str, path: list[str]) -> tuple[int, int]:
     """How much of this path a YAML text has, and in which line that ends."""
-    node, line = YAML(pure=True).compose(text), 0
+    node = YAML(pure=True).compose(text)
+    line = 0
     for depth, name in enumerate(path):
         items = node.value if isinstance(node, MappingNode) else ()
         at = next((pair for pair in items if pair[0].value == name), None)
         if at is None:
             return depth, line
-        node, line = at[1], at[0].start_mark.line + 1
+        node = at[1]
+        line = at[0].start_mark.line + 1
     return len(path), line
 
 

@@ -19,7 +19,8 @@ MAX_OUTPUT = 70_000
 MAX_METADATA_BYTES = 2**16
 """Most bytes of a session's metadata as JSON; they are weighed and shown with every turn."""
 
-MAX_PARTS, MAX_STEPS = 1024, 2**14
+MAX_PARTS = 1024
+MAX_STEPS = 2**14
 """Most named parts of a reward, and most rewards of single answers: each is looked up."""
 
 MAX_SPENT_S = 1e9

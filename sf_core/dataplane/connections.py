@@ -21,7 +21,8 @@ MOST_STRANGERS = 2048
 MOST_REFUSED = 16
 """Connections beyond all places that are told so, at a time."""
 
-FEWEST_FILES, MOST_FILES = 64, 1024
+FEWEST_FILES = 64
+MOST_FILES = 1024
 """Bounds of the open files that are left for journals and tables: a quarter of all."""
 
 WARN_S = 60.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-MAX_HEAD, MAX_TAIL = 400, 100
+MAX_HEAD = 400
+MAX_TAIL = 100
 """Characters kept from the beginning and from the end of a longer message."""
 
 MOST_READ = 20 * (MAX_HEAD + MAX_TAIL)
@@ -37,7 +38,10 @@ class ApiError(Exception):
         if len(message) > MAX_HEAD + MAX_TAIL:
             message = f"{message[:MAX_HEAD]} ... {message[-MAX_TAIL:]}"
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
         self.retry_after_s = retry_after_s
         """Seconds of the Retry-After header; None: no such header."""
 
@@ -75,7 +79,8 @@ class ContextOverflow(ApiError):
     def __init__(self, num_tokens: int, context_length: int) -> None:
         sentence = f"The prompt has {num_tokens} tokens, and the context window holds {context_length}."
         super().__init__(400, sentence, code="context_length_exceeded")
-        self.num_tokens, self.context_length = num_tokens, context_length
+        self.num_tokens = num_tokens
+        self.context_length = context_length
 
     def reword(self, sentence: str, param: str) -> ApiError:
         """This error in other words; see `Dialect.overflow`."""

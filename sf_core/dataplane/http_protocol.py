@@ -110,7 +110,8 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
-        self._num_fed, self._num_body = len(data), 0
+        self._num_fed = len(data)
+        self._num_body = 0
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:

@@ -23,7 +23,8 @@ class DrivenEngine:
     goes to the driver as frames, and what is known of it is what the driver has told in frames."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self._is_paused = engine, False
+        self.engine = engine
+        self._is_paused = False
         self._begin_lease()
 
     def _begin_lease(self) -> None:
@@ -34,7 +35,8 @@ class DrivenEngine:
         self._chunks: list[Chunk] = []
         self._last: wire.FromEngine | None = None
         """The last frame that has no chunks."""
-        self._is_welcome, self._news = False, asyncio.Event()
+        self._is_welcome = False
+        self._news = asyncio.Event()
         assert (self.version, self.engine.num_requests) == (None, 0)
 
     @property
@@ -74,7 +76,8 @@ class DrivenEngine:
         elif not self._chunks:
             self._do(self._wait_for_news)
         if not self._chunks and isinstance(self._last, wire.Refused):
-            reason, self._last = self._last.reason, None
+            reason = self._last.reason
+            self._last = None
             raise WeightsRefusedError(reason)
         return self._take_chunks()
 
@@ -129,7 +132,8 @@ class DrivenEngine:
 
     def _take_chunks(self) -> list[Chunk]:
         self._news.clear()
-        chunks, self._chunks = self._chunks, []
+        chunks = self._chunks
+        self._chunks = []
         return chunks
 
     def _hear(self, data: bytes) -> None:

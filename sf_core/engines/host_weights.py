@@ -97,12 +97,14 @@ class HostWeights:
                 delta = load_delta(weights.uri)
                 if delta is None:
                     return False
-                before, held.digest = held.digest, None
+                before = held.digest
+                held.digest = None
                 delta.apply(held.tensors, before, wanted)
             except ValueError as error:
                 log.warning("%s; all of the weights are read instead", error)
                 return False
-            held.version, held.digest = weights.version, wanted
+            held.version = weights.version
+            held.digest = wanted
         return held.digest == wanted
 
     def _takes_shared(self, weights: WeightsRef, header: Header, wanted: str) -> bool:
@@ -139,7 +141,8 @@ class HostWeights:
         except BaseException:
             place.cleanup()
             raise
-        before, self._held = self._held, _Copy(place, tensors, weights.version, digest)
+        before = self._held
+        self._held = _Copy(place, tensors, weights.version, digest)
         if before is not None:
             before.place.cleanup()
 

@@ -61,7 +61,8 @@ class ModelEngineTests(EngineTests):
             assert (len(ids_of(chunks)), chunks[-1].finish_reason) == (9, FinishReason.LENGTH)
 
     def test_requests_that_cannot_be_done_are_refused_at_once(self) -> None:
-        request, length = self.request("r"), self.context_length
+        request = self.request("r")
+        length = self.context_length
         with self.serve() as engine:
             wrong = {
                 f"prompt has 0 tokens; expected 1 to {length - 1}": replace(request, prompt_ids=[]),
@@ -165,7 +166,8 @@ class ModelEngineTests(EngineTests):
 
     def check_logprobs(self, request: GenerationRequest, chunks: Sequence[Chunk]) -> None:
         """Check every token's log-prob against the weights of its chunk's version."""
-        start, sampled = len(request.prompt_ids), ids_of(chunks)
+        start = len(request.prompt_ids)
+        sampled = ids_of(chunks)
         expected = {
             version: self.logprobs(version, [*request.prompt_ids, *sampled], start, request.sampling)
             for version in {chunk.version for chunk in chunks if chunk.token_ids}

@@ -26,7 +26,8 @@ class ResidentEngine:
         wanted = (start_dir, origin, *(part.model_dump_json() for part in settings))
         if self._resting is not None and self._resting[0] != wanted:
             self.close()
-        kept, self._resting = self._resting, None
+        kept = self._resting
+        self._resting = None
         engine = make_engine(config, start_dir, self._device) if kept is None else kept[1]
         try:
             yield engine, kept is None
@@ -37,6 +38,7 @@ class ResidentEngine:
 
     def close(self) -> None:
         """Close the engine that rests here, if any."""
-        kept, self._resting = self._resting, None
+        kept = self._resting
+        self._resting = None
         if kept is not None:
             kept[1].close()

@@ -65,7 +65,8 @@ class ScriptedEngine:
     def step(self) -> list[Chunk]:
         if self._next is not None:
             chunks = [turn.report(turn.version) for turn in self._turns.values() if turn.unreported]
-            self.version, self._next = self._next, None
+            self.version = self._next
+            self._next = None
             return chunks
         if self.version is None or self._paused:
             return []
@@ -121,7 +122,8 @@ class _ScriptedTurn:
 
     def report(self, version: int, finish_reason: FinishReason | None = None) -> Chunk:
         """The unreported tokens; `version` is what an empty chunk carries."""
-        start, end = self._sampled - self.unreported, self._sampled
+        start = self._sampled - self.unreported
+        end = self._sampled
         version = self.version if self.unreported else version
         token_ids = self._script_ids[start:end]
         first = self.request.position + start

@@ -244,7 +244,9 @@ class EngineTests:
             self._try_calls(random.Random(seed), expected)
 
     def _try_calls(self, rng: random.Random, expected: list[int]) -> None:
-        version, number, paused = 0, 0, False
+        version = 0
+        number = 0
+        paused = False
         with self.serve() as engine:
             got: dict[str, list[Chunk]] = defaultdict(list)
 
@@ -298,7 +300,8 @@ class EngineTests:
         self, name: str, *, done: Sequence[int] = (), seed: int = 3, stream: bool = False
     ) -> GenerationRequest:
         """A request whose turn has sampled `done` elsewhere."""
-        prompt, left = [*self.prompt, *done], self.num_tokens - len(done)
+        prompt = [*self.prompt, *done]
+        left = self.num_tokens - len(done)
         return GenerationRequest(name, prompt, len(done), left, (), self.sampling(seed), stream)
 
     def sample_alone(self) -> list[int]:

@@ -43,8 +43,11 @@ class _Part:
     """A joined environment, by its functions."""
 
     def __init__(self, name: str, config: EnvironmentConfig) -> None:
-        self.name, self._config = name, config
-        self.tasks, self.reward, self.prepare = tasks_of(config), reward_of(config), prepare_of(config)
+        self.name = name
+        self._config = config
+        self.tasks = tasks_of(config)
+        self.reward = reward_of(config)
+        self.prepare = prepare_of(config)
         self.reward_name = name_function(self.reward)
         self.environment = None if config.tasks is not None else environment_of(config)
         """What has its files and demonstrations; None if its tasks are made by a function of the user's."""

@@ -62,4 +62,6 @@ def _calculate(task: Task) -> Demonstration:
 
 _QUICKSTART = Quickstart()
 # the configurations of earlier runs name these
-tasks, agent, reward = _QUICKSTART.tasks, _QUICKSTART.agent, _QUICKSTART.reward
+tasks = _QUICKSTART.tasks
+agent = _QUICKSTART.agent
+reward = _QUICKSTART.reward

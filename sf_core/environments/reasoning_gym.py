@@ -51,11 +51,13 @@ class Dataset(Splits):
     def settings(self) -> Any:
         """The library's settings of this dataset. Raises ValueError if there is no such dataset or they are
         wrong."""
-        datasets, name = _library().DATASETS, self.environment
+        datasets = _library().DATASETS
+        name = self.environment
         if name not in datasets:
             near = difflib.get_close_matches(name, datasets, n=3) or sorted(datasets)
             raise ValueError(f"reasoning-gym has no dataset {quote(name)}; use for example {', '.join(near)}")
-        kind, given = datasets[name][1], dict(self._parameters)
+        kind = datasets[name][1]
+        given = dict(self._parameters)
         known = {field.name for field in dataclasses.fields(kind)}.difference(OURS)
         level = given.pop("level", None)
         if unknown := sorted(given.keys() - known):

@@ -84,7 +84,8 @@ def _with_parts(tasks: Callable[..., Any], environment: Environment) -> Callable
 
 def draw_tasks(config: EnvironmentConfig, split: str, indices: range) -> list[Task]:
     """The tasks before the first that cannot be made: there may be fewer, and sessions tell what is wrong."""
-    tasks, drawn = tasks_of(config), list[Task]()
+    tasks = tasks_of(config)
+    drawn = list[Task]()
     with contextlib.suppress(Exception):
         drawn += (tasks(split, index) for index in indices)
     return drawn

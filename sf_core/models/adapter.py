@@ -118,7 +118,9 @@ def read_adapter(folder: str) -> Adapter:
             "path_initial_model_for_weight_conversion of PEFT's save_pretrained"
         )
     try:
-        rank, alpha, targets = int(said["r"]), float(said["lora_alpha"]), said["target_modules"]
+        rank = int(said["r"])
+        alpha = float(said["lora_alpha"])
+        targets = said["target_modules"]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{file} lacks r, lora_alpha or target_modules") from None
     if not isinstance(targets, list):

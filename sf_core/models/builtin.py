@@ -24,9 +24,15 @@ from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.models.cache_size import built_in_shape
 from sf_core.pictures.sight import PROCESSOR
 
-UNKNOWN, PADDING, TURN_START, TURN_END = "<unk>", "<pad>", "<|im_start|>", "<|im_end|>"
-CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-PICTURE_START, PICTURE_END, PICTURE = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+UNKNOWN = "<unk>"
+PADDING = "<pad>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+CALL_START = "<tool_call>"
+CALL_END = "</tool_call>"
+PICTURE_START = "<|vision_start|>"
+PICTURE_END = "<|vision_end|>"
+PICTURE = "<|image_pad|>"
 FILM = "<|video_pad|>"
 """Named by the configuration of every Qwen2.5-VL; never shown."""
 
@@ -77,10 +83,12 @@ SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
 )
 """The same for contents that are lists of texts and pictures."""
 
-PATCH, MERGED = 14, 2
+PATCH = 14
+MERGED = 2
 """Pixels of a side of the tower's patches, and patches of a side of the square that one token shows."""
 
-MIN_PICTURE, MAX_PICTURE = 4, 256
+MIN_PICTURE = 4
+MAX_PICTURE = 256
 """Tokens of the smallest and the largest picture."""
 
 

@@ -22,9 +22,11 @@ def cache_bytes(
 ) -> int | None:
     """Bytes that the engine reserves for this many requests of this many tokens; None if the configuration
     does not give the model's shape by the usual names."""
-    head_dim, config = head_width(config), config.get("text_config") or config
+    head_dim = head_width(config)
+    config = config.get("text_config") or config
     try:
-        num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        num_layers = int(config["num_hidden_layers"])
+        num_heads = int(config["num_attention_heads"])
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     except (KeyError, TypeError, ValueError):
         return None
@@ -61,5 +63,6 @@ def built_in_shape(hidden_size: int, num_layers: int) -> dict[str, int]:
 
 def built_in_parameters(hidden_size: int, num_layers: int) -> int:
     """Number of parameters of the built-in policy's projections, which are nearly all it has."""
-    attention, mlp = 3 * hidden_size**2, 3 * 4 * hidden_size**2
+    attention = 3 * hidden_size**2
+    mlp = 3 * 4 * hidden_size**2
     return num_layers * (attention + mlp)

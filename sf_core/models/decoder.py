@@ -128,11 +128,14 @@ class Layer:
 
     def __call__(self, x: torch.Tensor, rotations: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [N, hidden] after the layer."""
-        spec, factors, width = self.spec, self.factors, x.shape[-1:]
+        spec = self.spec
+        factors = self.factors
+        width = x.shape[-1:]
         normed = F.rms_norm(x, width, eps=spec.norm_eps)
         heads = self.qkv(normed, _apply(factors.qkv, normed)).view(x.shape[0], -1, spec.head_dim)
         num_qk = spec.num_heads + spec.num_kv_heads
-        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        qk = heads[:, :num_qk]
+        v = heads[:, num_qk:]
         if self.qk_norm is not None:
             qk = F.rms_norm(qk, (spec.head_dim,), eps=spec.norm_eps) * self.qk_norm
         qk = _rotate(qk, rotations)
@@ -164,7 +167,8 @@ class Decoder:
     def run(self, ids: torch.Tensor, positions: torch.Tensor, attend: AttendIn) -> torch.Tensor:
         """Final hidden states [N, hidden] of tokens ids [N] at these positions [N]; not yet multiplied by the
         weight of the last norm."""
-        x, turned = F.embedding(ids, self.embedding), rotations(self.spec, positions)
+        x = F.embedding(ids, self.embedding)
+        turned = rotations(self.spec, positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, turned, partial(attend, i))
         return F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)
@@ -197,7 +201,8 @@ def _layer_of(params: Params, i: int) -> Get:
     return lambda name: params.get(f"model.layers.{i}.{name}")
 
 
-DOWN, UP = "lora_A", "lora_B"
+DOWN = "lora_A"
+UP = "lora_B"
 """Names of the factors of a linear layer, beside its weight."""
 
 
@@ -221,7 +226,8 @@ def fuse_layer(get: Get, spec: DecoderSpec, projections: Projections = PLAIN) ->
             return None
         return torch.cat((pair(q).expand(spec.num_heads, -1), pair(k).expand(spec.num_kv_heads, -1)))
 
-    fused, norms = qkv("weight"), (weight("input_layernorm"), weight("post_attention_layernorm"))
+    fused = qkv("weight")
+    norms = (weight("input_layernorm"), weight("post_attention_layernorm"))
     assert fused is not None
     return Layer(
         spec,
@@ -253,7 +259,8 @@ def _fuse_factors(
         down = torch.cat(present)
         return LowRank(down if norm is None else down * norm, torch.block_diag(*blocks) * scale)
 
-    width, inner = spec.head_dim, (get(f"mlp.{name}_proj.{UP}") for name in ("gate", "up"))
+    width = spec.head_dim
+    inner = (get(f"mlp.{name}_proj.{UP}") for name in ("gate", "up"))
     num_inner = next((up.shape[0] for up in inner if up is not None), 0)
     kv = spec.num_kv_heads * width
     heads = {"self_attn.q_proj": spec.num_heads * width, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
@@ -291,7 +298,8 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows
     """Attention within num_rows sequences of equal length, laid one after the other."""
     num_heads = q.shape[1]
     q, k, v = (t.unflatten(0, (num_rows, -1)).transpose(1, 2) for t in (q, k, v))
-    k, v = for_every_head(k, num_heads), for_every_head(v, num_heads)
+    k = for_every_head(k, num_heads)
+    v = for_every_head(v, num_heads)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 

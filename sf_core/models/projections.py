@@ -113,7 +113,8 @@ def _pack_residual(weight: torch.Tensor, bias: torch.Tensor | None) -> AddProjec
 
 
 def _pack_gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
-    packed_gate, packed_up = _reorder(gate, None), _reorder(up, None)
+    packed_gate = _reorder(gate, None)
+    packed_up = _reorder(up, None)
 
     def project(x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
         if plus is None:

@@ -77,7 +77,8 @@ def score(
     dtype of the head where a CPU is faster in it, as those of all other weights are, and not in float32.
     """
     greedy = temperature == 0
-    top_p, top_k = np.where(greedy, 1, top_p), np.where(greedy, 0, top_k)
+    top_p = np.where(greedy, 1, top_p)
+    top_k = np.where(greedy, 0, top_k)
     scale = torch.from_numpy(np.where(greedy, 1, temperature)).to(outputs.device, torch.float32)
     vocabulary = outputs.shape[1] if head is None else head.shape[0]
     theirs = (None, None, "") if target is None else _narrow(target, vocabulary)
@@ -87,7 +88,8 @@ def score(
 
 def _narrow(target: Target, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     """Outputs and head of the target that make logits of this vocabulary alone, and its divergence."""
-    outputs, head = target.outputs, target.head
+    outputs = target.outputs
+    head = target.head
     if (rows := outputs.shape[1] if head is None else head.shape[0]) < vocabulary:
         raise ValueError(
             f"the teacher has {rows} logits but needs one for each of the policy's {vocabulary} token ids"
@@ -114,10 +116,12 @@ class _Score(torch.autograd.Function):
         their_head: torch.Tensor | None,
         divergence: str,
     ) -> tuple[torch.Tensor, ...]:
-        logprobs, entropies = torch.empty_like(scale), torch.empty_like(scale)
+        logprobs = torch.empty_like(scale)
+        entropies = torch.empty_like(scale)
         divergences = None if their_outputs is None else torch.empty_like(scale)
         # what the backward pass needs beside the logits: which of them count, and their log-sum-exp
-        lowest, normalizers = torch.full_like(scale, -torch.inf), torch.empty_like(scale)
+        lowest = torch.full_like(scale, -torch.inf)
+        normalizers = torch.empty_like(scale)
         cut = (top_p < 1) | (top_k > 0)
         spare: torch.Tensor | None = None
         teacher = _predict(their_outputs, their_head, scale, never)
@@ -135,14 +139,17 @@ class _Score(torch.autograd.Function):
                 lowest_logit = torch.minimum(cutoff(logits, top_p[part], top_k[part]), chosen)
                 lowest[part] = lowest_logit.squeeze(1)
                 normalizer = logits.masked_fill(logits < lowest_logit, -torch.inf).logsumexp(1, keepdim=True)
-            logprobs[part], normalizers[part] = (chosen - normalizer).squeeze(1), normalizer.squeeze(1)
+            logprobs[part] = (chosen - normalizer).squeeze(1)
+            normalizers[part] = normalizer.squeeze(1)
             if divergences is not None:
                 divergences[part] = _diverge(all_logprobs, theirs, divergence, logits)
             entropies[part] = -torch.exp(all_logprobs, out=logits).mul_(all_logprobs).sum(1)
         made = lowest, normalizers, divergences
         ctx.save_for_backward(outputs, head, token_ids, scale, *made, their_outputs, their_head)
         ctx.set_materialize_grads(False)
-        ctx.split, ctx.never, ctx.divergence = split, never, divergence
+        ctx.split = split
+        ctx.never = never
+        ctx.divergence = divergence
         ctx.kept = kept
         ctx.fast_head = fast_head and is_narrow and has_fast_products(outputs.dtype, outputs.device)
         return (logprobs, entropies) if divergences is None else (logprobs, entropies, divergences)

@@ -96,7 +96,8 @@ class _Decoder:
 
     def _reason(self, error: Exception, cpu_s: float) -> Exception:
         """Why there is no answer. The process has ended then."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         assert process is not None and self._connection is not None
         self._connection.close()
         if isinstance(error, TimeoutError):

@@ -49,7 +49,8 @@ class Sight:
         ValueError if the processor makes small pictures larger than that."""
         if max_tokens is None:
             return self
-        most, fewest = max_tokens * self.side**2, -(-self.min_pixels // self.side**2)
+        most = max_tokens * self.side**2
+        fewest = -(-self.min_pixels // self.side**2)
         if max_tokens < fewest:
             raise ValueError(
                 f"rollout.max_picture_tokens is {max_tokens}, but the policy's processor uses at least "
@@ -73,7 +74,8 @@ class Sight:
                 f"the picture has {width} by {height} pixels; the ratio of its sides must not exceed "
                 f"{MAX_ASPECT}"
             )
-        tall, wide = round(height / self.side) * self.side, round(width / self.side) * self.side
+        tall = round(height / self.side) * self.side
+        wide = round(width / self.side) * self.side
         if tall * wide > self.max_pixels:
             scale = math.sqrt(height * width / self.max_pixels)
             tall, wide = (

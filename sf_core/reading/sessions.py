@@ -111,7 +111,8 @@ def turns_of(branches: Sequence[Trajectory], decode: Decode) -> pa.Table:
     def cut(name: str) -> list[npt.NDArray[Any]]:
         return [getattr(row, name)[turn.start : turn.end] for row, _, turn in found]
 
-    ids, versions = cut("token_ids"), cut("policy_versions")
+    ids = cut("token_ids")
+    versions = cut("policy_versions")
     not_sampled = [row == NOT_SAMPLED for row in versions]
     values: dict[str, Any] = {
         "branch_id": [row.branch_id for row, _, _ in found],

@@ -120,7 +120,8 @@ class TwoLevel(Advantage):
     weight 1."""
 
     def __call__(self, samples: Samples) -> Values:
-        turns, masks = samples.turns, samples.masks
+        turns = samples.turns
+        masks = samples.masks
         returns = turns.rewards.copy()
         for turn in range(len(returns) - 2, -1, -1):
             if turns.rows[turn] == turns.rows[turn + 1]:
@@ -152,7 +153,8 @@ class Tree(Advantage):
         scores = standard(samples.rewards[samples.sessions] + steps, samples.groups[samples.sessions], 1)
         sums, counts = ([np.zeros(len(mask)) for mask in samples.masks] for _ in range(2))
         for leaf, score in enumerate(scores):
-            row, reach = leaf, len(samples.masks[leaf])
+            row = leaf
+            reach = len(samples.masks[leaf])
             while row >= 0:
                 sums[row][:reach] += score
                 counts[row][:reach] += 1
@@ -195,10 +197,12 @@ class Pair(Advantage):
         for group in range(samples.groups.max(initial=-1) + 1):
             members = np.flatnonzero(samples.groups == group)
             rewards = samples.rewards[members]
-            best, worst = members[rewards.argmax()], members[rewards.argmin()]
+            best = members[rewards.argmax()]
+            worst = members[rewards.argmin()]
             if not are_equal(samples.rewards[worst], samples.rewards[best]):
                 error = gains[best] - gains[worst] - 1 / (2 * self.eta)
-                falls[best], falls[worst] = -2 * error, 2 * error
+                falls[best] = -2 * error
+                falls[worst] = 2 * error
         return samples.spread(falls)
 
 
@@ -240,11 +244,15 @@ class Gae(Advantage):
         rows = zip(samples.masks, samples.scores["values"], samples.sessions, steps, strict=True)
         for mask, values, session, earned_at in rows:
             advantages = np.zeros(len(mask))
-            following, advantage, reward = 0.0, 0.0, samples.rewards[session]
+            following = 0.0
+            advantage = 0.0
+            reward = samples.rewards[session]
             for token in np.flatnonzero(mask)[::-1]:
                 surprise = reward + earned_at[token] + self.gamma * following - values[token]
                 advantage = surprise + self.gamma * self.lam * advantage
-                advantages[token], following, reward = advantage, values[token], 0.0
+                advantages[token] = advantage
+                following = values[token]
+                reward = 0.0
             found.append(advantages)
         return found
 

@@ -128,7 +128,8 @@ class Tasks:
         """Picks of a task that was in flight or not worth it, because there was no other."""
         self.rules: Curriculum | None = None
         self.success = Success()
-        self.group_size, self.spare = 1, 0
+        self.group_size = 1
+        self.spare = 0
         self._books: dict[str, _Book] = {}
 
     def set_rules(
@@ -137,8 +138,10 @@ class Tasks:
         """What is remembered stays."""
         if (rules, success or Success()) != (self.rules, self.success):
             self._books.clear()
-        self.rules, self.success = rules, success or Success()
-        self.group_size, self.spare = group_size, spare
+        self.rules = rules
+        self.success = success or Success()
+        self.group_size = group_size
+        self.spare = spare
 
     def weigh(self) -> None:
         """Weigh the tasks of all pools now, which takes a second for 30,000 that are remembered. The first
@@ -235,7 +238,10 @@ class _Book:
     """What is known of the pool of one source, as arrays, so that many tasks are weighed at once."""
 
     def __init__(self, rules: Curriculum, pool: int, success: Success, source: str) -> None:
-        self.rules, self.pool, self.success, self.source = rules, pool, success, source
+        self.rules = rules
+        self.pool = pool
+        self.success = success
+        self.source = source
         self.busy: npt.NDArray[np.bool_] = np.zeros(pool, bool)
         """Whether a task is in flight [pool]."""
         self.chance: npt.NDArray[np.float64] = np.ones(pool)
@@ -303,12 +309,14 @@ class _Book:
 
     def _ahead(self, seed: int, position: int) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
         """Places from this one on, and the tasks there, two epochs of them."""
-        end, width = position + 2 * self.pool, FIRST_LOOK
+        end = position + 2 * self.pool
+        width = FIRST_LOOK
         while position < end:
             epoch, place = divmod(position, self.pool)
             indices = _order(seed, self.source, epoch, self.pool)[place : place + width]
             yield position, indices
-            position, width = position + len(indices), 4 * width
+            position = position + len(indices)
+            width = 4 * width
 
     def most_useful(self, random: np.random.Generator) -> tuple[int, bool]:
         """The most useful of some tasks that are free, and True; if none is, any, and False."""

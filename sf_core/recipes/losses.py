@@ -80,7 +80,8 @@ class Clip(PolicyLoss):
     Ye et al. 2020, eq. 5)."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
-        ratio, advantages = tokens.ratio, tokens.advantages
+        ratio = tokens.ratio
+        advantages = tokens.advantages
         clipped = ratio.clamp(1.0 - self.low, 1.0 + self.high)
         # tested on the untruncated ratio: a cap below 1 + high would be taken for a clip
         is_clipped = ratio * advantages > clipped * advantages

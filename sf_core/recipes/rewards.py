@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-RELATIVE, ABSOLUTE = 1e-9, 1e-9
+RELATIVE = 1e-9
+ABSOLUTE = 1e-9
 """Parts of a reward that add up to no more than 10^5 in magnitude give the same float64 sum within this, in
 whatever order they are added. So small a difference is never meant."""
 

@@ -30,7 +30,8 @@ class Extremes(Settings):
 
     def __call__(self, samples: Samples) -> npt.NDArray[np.bool_]:
         """[S] whether each session trains."""
-        places, half = np.arange(len(samples.groups)), self.keep // 2
+        places = np.arange(len(samples.groups))
+        half = self.keep // 2
         order = np.lexsort((places, samples.rewards, samples.groups))
         ranks = np.empty_like(places)
         # of each session among those of its group, from the lowest reward

@@ -160,7 +160,8 @@ def weigh(
     samples: Samples, advantage: Advantage, weights: Iterable[Weight], teacher: Teacher | None = None
 ) -> tuple[Values, Values]:
     """The advantage and the weight of every token; 0 and 1 where none is trained."""
-    advantages, factors = advantage(samples), ones(samples)
+    advantages = advantage(samples)
+    factors = ones(samples)
     if teacher is not None and not teacher.is_loss:
         # no deviation of rewards scales what the teacher says
         pairs = zip(advantages, teacher(samples), strict=True)

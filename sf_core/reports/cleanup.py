@@ -74,7 +74,8 @@ def check_not_linked(run: RunDirectory, where: str) -> None:
 
 def find_spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     """What can be deleted, oldest first. Raises BusyError or ValueError like `check_idle`."""
-    view, config = RunView(run), run.read_config(RunConfig).train
+    view = RunView(run)
+    config = run.read_config(RunConfig).train
     finished = is_finished(view, config.iterations)
     # no flow works on a finished run, even if its data plane cannot be asked
     if not finished:

@@ -19,7 +19,8 @@ from sf_core.reports.view import Iteration, RunView, failures_of, runners_of
 CUT_SHARE = 0.5
 """Smallest share of answers cut at their longest length that is told."""
 
-FREE_SHARE, AGENTS_SHARE = 0.5, 0.5
+FREE_SHARE = 0.5
+AGENTS_SHARE = 0.5
 """The code of the agents is what a run waits for if engines had no request, and a runner computed, for at
 least these shares of the time."""
 
@@ -29,7 +30,8 @@ NUM_CONSTANT = 3
 
 def failures_line(iteration: Iteration) -> str:
     """How many sessions failed since the batch before and why, as one line; empty if none did."""
-    data, counted = iteration.stages["rollout"].data, failures_of(iteration.stages["rollout"])
+    data = iteration.stages["rollout"].data
+    counted = failures_of(iteration.stages["rollout"])
     parts = []
     if counted:
         parts.append(

@@ -76,7 +76,8 @@ class RunPage:
         rewards = {number: float(reward) for number, reward in known if reward is not None}
         devices = read_devices(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
         names, rows = device_cells(devices)
-        due, view = self._config.train.iterations, RunView(self._run)
+        due = self._config.train.iterations
+        view = RunView(self._run)
         parts = [
             f"# Run {show_text(self._run.run_id)}",
             *filter(None, [show_text(view.describe_adapter())]),
@@ -98,7 +99,8 @@ class RunPage:
     def _progress_of_policy(self) -> str:
         if not self._held_out:
             return ""
-        first, last = min(self._held_out), max(self._held_out)
+        first = min(self._held_out)
+        last = max(self._held_out)
         of_first = f"{self._held_out[first]:.3f} (version {first}) → " if first < last else ""
         return f"Held-out reward {of_first}{self._held_out[last]:.3f} (version {last})."
 
@@ -123,7 +125,8 @@ class RunPage:
         return ["## Judges", "\n".join(f"- {show_text(sentence)}" for sentence in told)] if told else []
 
     def _files(self, newest: int) -> str:
-        run, made = self._run, newest + 1
+        run = self._run
+        made = newest + 1
         named = {
             "trajectories, Parquet": run.path("trajectories"),
             "batches, Parquet": run.path("batches"),
@@ -135,7 +138,9 @@ class RunPage:
         return _table(["what", "where"], [[what, f"[{uri}]({_url(uri)})"] for what, uri in named.items()])
 
     def _row(self, series: RunSeries, iteration: Iteration) -> Row:
-        number, rollout, filtered = iteration.number, iteration.stages["rollout"], iteration.stages["filter"]
+        number = iteration.number
+        rollout = iteration.stages["rollout"]
+        filtered = iteration.stages["filter"]
         devices = series.devices.get(number)
         row: Row = {"iteration": number, "reward": _round(iteration.reward, 4)}
         if self._config.rollout.chooses:

@@ -50,7 +50,8 @@ class RunSeries:
     from what is committed then."""
 
     def __init__(self, view: RunView, first: int = 0, last: int | None = None) -> None:
-        self.view, self.run = view, view.run
+        self.view = view
+        self.run = view.run
         found = view.iterations(first)
         self.iterations = [i for i in found if last is None or i.number <= last]
         """Iterations with a committed stage, in order."""
@@ -145,7 +146,8 @@ def record_devices(view: RunView, newest: int, *, is_over: bool = False) -> None
 
     Engines write spans when they load weights, every 15 s and at the end. So an iteration is settled when the
     next one is published, when twice that time has passed, or when the run is over."""
-    run, first = view.run, newest + 1
+    run = view.run
+    first = newest + 1
     while first > 0 and not files.exists(run.metrics_file("devices", first - 1)):
         first -= 1
     # the iteration before tells which tags the devices had before the first

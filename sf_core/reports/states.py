@@ -68,9 +68,11 @@ def find_runs(root: str) -> list[RunDirectory]:
 
 
 def run_state(run: RunDirectory) -> ListedRun:
-    size, view = files.folder_bytes(run.uri), RunView(run)
+    size = files.folder_bytes(run.uri)
+    view = RunView(run)
     try:
-        iterations, reached = run.read_config(RunConfig).train.iterations, view.progress()
+        iterations = run.read_config(RunConfig).train.iterations
+        reached = view.progress()
         state: State = "finished" if is_finished(view, iterations) else _state(run)
     except (ValueError, StorageError) as error:
         return ListedRun(run.run_id, "unreadable", NewestFigures(0, None, None), None, size, str(error))

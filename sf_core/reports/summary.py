@@ -34,8 +34,10 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     those that differed from the reports that ended the sessions;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
-    due, series = config.train.iterations, RunSeries(view, last=config.train.iterations - 1)
-    iterations, windows = series.through, list(series.windows.values())
+    due = config.train.iterations
+    series = RunSeries(view, last=config.train.iterations - 1)
+    iterations = series.through
+    windows = list(series.windows.values())
     if len(iterations) < due:
         raise ValueError(f"{view.run.run_id}: iteration {len(iterations)} is not committed")
     seconds_rl = sum(end - start for start, end in windows)
@@ -80,7 +82,8 @@ def orchestration_seconds(iterations: Sequence[Iteration]) -> float:
     """Seconds in which no stage of an iteration worked, hand-over between iterations included."""
     total = 0.0
     for iteration in iterations:
-        (reached, _), stages = iteration.window, iteration.stages.values()
+        (reached, _) = iteration.window
+        stages = iteration.stages.values()
         for start, end in sorted(map(stage_time, stages)):
             total += max(0.0, start - reached)
             reached = max(reached, end)

@@ -66,7 +66,8 @@ LEAST_LOADING = 0.005
 MAX_DEVICES = 8
 """Number of devices with a column in a table; the idle time of more is in the metrics."""
 
-TRAINED, CARRIED = "bold green underline", "green underline"
+TRAINED = "bold green underline"
+CARRIED = "green underline"
 
 
 def inspect_run(uri: str) -> RenderableType:
@@ -135,7 +136,9 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     there is no such run or session."""
     view = open_run(uri)
     sampling, found = view.find_session(session_id)
-    sees, fate, row = any(row.images for row in found), sampling.fate, found[0]
+    sees = any(row.images for row in found)
+    fate = sampling.fate
+    row = found[0]
     decode = open_decoder(view.run, sees)
     task, environment, group = map(make_printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
@@ -220,7 +223,8 @@ def _devices(series: RunSeries) -> RenderableType:
 
 def _figures(series: RunSeries, number: int) -> list[str]:
     """The cells of an iteration, in the order of the headings."""
-    sampled, figures = series.count_sampled(number), series.rollouts.get(number)
+    sampled = series.count_sampled(number)
+    figures = series.rollouts.get(number)
     # an iteration makes the next version
     held_out = f"{series.held_out[number + 1]:.3f}" if number + 1 in series.held_out else ""
     of_engines = "" if sampled is None else shorten_number(sampled)
@@ -249,7 +253,8 @@ def shorten_number(value: float) -> str:
 
 def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     sampled = row.policy_versions != NOT_SAMPLED
-    branch, parent = _short(row, row.branch_id), _short(row, row.parent_branch_id)
+    branch = _short(row, row.branch_id)
+    parent = _short(row, row.parent_branch_id)
     title = f"\nbranch {branch}" + (f" of {parent}" if parent else "")
     title += f"  {len(row.token_ids)} tokens, {sampled.sum()} sampled, {row.loss_mask.sum()} {fate}"
     title += f"  versions {_range(row.policy_versions)}  interruptions {row.interruptions}"
@@ -284,7 +289,8 @@ def _pictures(run: RunDirectory, rows: Sequence[Trajectory]) -> RenderableType:
         table.add_column(name, overflow="fold")
     for row in rows:
         for one in row.images:
-            span, size = f"{one.start}-{one.start + one.length}", f"{one.width} by {one.height}"
+            span = f"{one.start}-{one.start + one.length}"
+            size = f"{one.width} by {one.height}"
             file = media_file(run.media_dir, one.sha256)
             table.add_row(_short(row, row.branch_id), span, size, Text(file))
     return table
@@ -332,7 +338,8 @@ def _range(versions: np.ndarray) -> str:
     sampled = versions[versions != NOT_SAMPLED]
     if not len(sampled):
         return ""
-    low, high = int(sampled.min()), int(sampled.max())
+    low = int(sampled.min())
+    high = int(sampled.max())
     return str(low) if low == high else f"{low}-{high}"
 
 

@@ -46,7 +46,8 @@ class Bar:
 def write_timelines(view: RunView) -> None:
     """Write timeline.json of the whole run and timeline.png of its last iterations. Takes time proportional
     to the length of the run."""
-    run, series = view.run, RunSeries(view)
+    run = view.run
+    series = RunSeries(view)
     trace = chrome_trace(run.run_id, series.spans, list(_bars(series)))
     files.write_atomic(run.trace_file, json.dumps(trace, separators=(",", ":")).encode())
     files.write_atomic(run.timeline_picture, _picture(series, series.spans))
@@ -82,7 +83,8 @@ def _bars(series: RunSeries) -> Iterator[Bar]:
         yield Bar("iterations", f"iteration {number}", *window, {})
     for iteration in series.iterations:
         for stage, manifest in iteration.stages.items():
-            name, facts = f"{stage} {iteration.number}", {"attempt": manifest.attempt}
+            name = f"{stage} {iteration.number}"
+            facts = {"attempt": manifest.attempt}
             yield Bar(stage, name, *stage_time(manifest), facts)
             for wait in manifest.data.get("waits", []):
                 yield Bar(f"waits of {stage}", wait["what"], wait["start"], wait["end"], {})

@@ -96,7 +96,9 @@ class _Feed:
     """Sends one tracker what it has not been sent yet."""
 
     def __init__(self, run: RunDirectory, config: RunConfig, name: str) -> None:
-        self._run, self._config, self._name = run, config, name
+        self._run = run
+        self._config = config
+        self._name = name
         self._tracker: _Tracker | None = None
 
     def send(self, newest: int) -> None:

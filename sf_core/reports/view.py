@@ -77,7 +77,8 @@ class Iteration:
     def window(self) -> Window:
         """From the end of the iteration before to its own end, once it is through; for an attempt's first
         iteration, from the start of the first stage that this attempt committed."""
-        last, before = self.stages["publish"], self.published_before
+        last = self.stages["publish"]
+        before = self.published_before
         if before is not None and before.attempt == last.attempt:
             return in_order(before.data["finished_at"], last.data["finished_at"])
         begun = next(m for stage in STAGES if (m := self.stages[stage]).attempt == last.attempt)
@@ -204,7 +205,8 @@ class RunView:
         removes others (`train.keep_weights`)."""
         if not self._has_start():
             return []
-        published, stored = self.progress().published, self.run.list_versions("weights")
+        published = self.progress().published
+        stored = self.run.list_versions("weights")
         return [0, *(v for v in stored if v <= published and has_weights(self.run.weights_dir(v)))]
 
     def _has_start(self) -> bool:

@@ -191,13 +191,15 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
     """The plan for the workers connected to a scheduler. Waits for workers to join one that has just started,
     and for another run to give them back; `tell` is called with what is awaited. Raises ValueError like
     `make_plan` and `read_workers`, and if the other run does not end."""
-    begun, told = time.monotonic(), ""
+    begun = time.monotonic()
+    told = ""
     while True:
         found = _ask(scheduler)
         try:
             plan = make_plan(select_own(map(worker_of, found["workers"].values())), config)
         except ValueError as error:
-            fault, left_s = error, JOIN_S - max(0.0, time.time() - found["started"])
+            fault = error
+            left_s = JOIN_S - max(0.0, time.time() - found["started"])
             hope = "the Dask scheduler has just started: waiting for workers"
         else:
             if not (held := tell_holders(scheduler, config.run_id)):

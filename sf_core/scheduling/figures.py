@@ -101,7 +101,8 @@ def idle_by_cause(
     whole = _join(windows)
     accounted = [span for span in spans if span.kind == "busy"]
     covered_before = sum(measure_covered(accounted, window) for window in whole)
-    length, shares = sum(end - start for start, end in windows), dict.fromkeys(causes, 0.0)
+    length = sum(end - start for start, end in windows)
+    shares = dict.fromkeys(causes, 0.0)
     for cause, times in causes.items():
         accounted += times
         covered = sum(measure_covered(accounted, window) for window in whole)

@@ -91,7 +91,8 @@ class LeaseSet:
 
     def __init__(self, plan: Plan, config: RunConfig, attempt: int) -> None:
         self.plan = plan
-        self._config, self._attempt = config, attempt
+        self._config = config
+        self._attempt = attempt
         self._permanent: dict[tuple[Duty, str], Lease] = {}
         """The last permanent lease of each duty and worker."""
         self._loans: list[Lease] = []

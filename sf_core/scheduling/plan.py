@@ -92,7 +92,8 @@ def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
 
 def worker_of(info: Mapping[str, Any]) -> Worker:
     """Worker from what Dask knows of it: its resources, and the device and memory that it registered with."""
-    resources, device = info["resources"], info.get("device")
+    resources = info["resources"]
+    device = info.get("device")
     names = [key[1:] for key in resources if key.startswith("@")]
     tags = frozenset(key for key in resources if not key.startswith("@"))
     if len(names) != 1:
@@ -211,9 +212,11 @@ def choose_trainers(
 ) -> list[Worker]:
     """The members of the gang, rank 0 first; `trained` as in `make_plan`. Raises ValueError, one sentence, if
     they are too few."""
-    ranks, needs = config.train.workers, _trainer_tags(config)
+    ranks = config.train.workers
+    needs = _trainer_tags(config)
     able = list_able_to_train(workers, config)
-    key, fewest = "train.workers", ranks
+    key = "train.workers"
+    fewest = ranks
     if trained is not None:
         busy = [w for w in able if w.name not in trained and duty_of(w, ()) not in (None, "rollout")]
         able = [w for w in able if w not in busy]
@@ -224,7 +227,8 @@ def choose_trainers(
                 f"workers: {_list_offers(workers)}"
             )
         if config.train.min_workers:
-            key, fewest = "train.min_workers", config.train.min_workers
+            key = "train.min_workers"
+            fewest = config.train.min_workers
     elif config.pipeline == "colocated":
         if odd := [w for w in workers if needs & w.tags and not needs <= w.tags]:
             raise ValueError(

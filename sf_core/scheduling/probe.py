@@ -33,7 +33,8 @@ def measure_device(device: str, *, threads: int, seconds: float = 1.0) -> Device
         source = torch.ones(length, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise ValueError(f"device {device} cannot be measured: {str(error).splitlines()[0]}") from None
-    product, target = torch.empty_like(left), torch.empty_like(source)
+    product = torch.empty_like(left)
+    target = torch.empty_like(source)
 
     def finish() -> None:
         if not on_cpu:
@@ -54,7 +55,8 @@ def measure_products(dtype: torch.dtype, width: int, rows: int, seconds: float =
     """FLOP/s of one core in products of [rows, width] by [width, 4 * width], as engines compute them. One
     thread, because several wait for each other where other processes run too."""
     torch.set_num_threads(1)
-    inputs, weights = torch.randn(rows, width, dtype=dtype), torch.randn(4 * width, width, dtype=dtype)
+    inputs = torch.randn(rows, width, dtype=dtype)
+    weights = torch.randn(4 * width, width, dtype=dtype)
     project = fastest(dtype, torch.device("cpu")).linear(weights, None)
     taken = _fastest(lambda: project(inputs), lambda: None, seconds)
     return 8.0 * rows * width**2 / taken

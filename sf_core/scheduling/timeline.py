@@ -56,7 +56,10 @@ class Timeline:
     raises the error of a part that could not be written."""
 
     def __init__(self, directory: RunDirectory, worker: str, tag: str, lease: str) -> None:
-        self._directory, self._worker, self._tag, self._lease = directory, worker, tag, lease
+        self._directory = directory
+        self._worker = worker
+        self._tag = tag
+        self._lease = lease
         self._spans: list[Span] = []
         self._written_until = time.time()
         self._written_at = time.monotonic()
@@ -101,10 +104,12 @@ class Timeline:
     def flush(self) -> None:
         """Hand all spans up to now to the writer thread."""
         # a part is named by its end: two must not end in the same microsecond
-        start, self._written_until = self._written_until, max(time.time(), self._written_until + 1e-5)
+        start = self._written_until
+        self._written_until = max(time.time(), self._written_until + 1e-5)
         self._written_at = time.monotonic()
         held = Span(self._worker, self._tag, start, self._written_until, "held", lease=self._lease)
-        spans, self._spans = [held, *self._spans], []
+        spans = [held, *self._spans]
+        self._spans = []
         self._parts = [part for part in self._parts if not part.done() or part.exception()]
         self._parts.append(self._writer.submit(self._write, spans, self._written_until))
 
@@ -156,9 +161,11 @@ def _join_held(spans: list[Span]) -> Iterator[Span]:
 def measure_covered(spans: Iterable[Span], window: tuple[float, float]) -> float:
     """Seconds of the window that lie in at least one of the spans."""
     start, end = window
-    covered, reached = 0.0, start
+    covered = 0.0
+    reached = start
     for span in sorted(spans, key=lambda s: s.start):
-        left, right = max(span.start, reached), min(span.end, end)
+        left = max(span.start, reached)
+        right = min(span.end, end)
         if right > left:
             covered += right - left
             reached = right

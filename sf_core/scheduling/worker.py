@@ -148,7 +148,8 @@ def _cuda_device(device: str | None) -> str:
     # seconds to import, and of use only where there is a GPU
     import torch
 
-    number, count = int(device.removeprefix("cuda:")), torch.cuda.device_count()
+    number = int(device.removeprefix("cuda:"))
+    count = torch.cuda.device_count()
     if number >= count:
         found = f"torch {torch.__version__} finds {count} CUDA devices"
         raise ValueError(f"device {device} does not exist: {found}")

@@ -20,7 +20,8 @@ PLUGIN = "worker-state"
 
 class WorkerState(WorkerPlugin):
     def __init__(self, name: str, host: str = LOOPBACK, figures: Device | None = None) -> None:
-        self.name, self.host = name, host
+        self.name = name
+        self.host = host
         """The worker's name, and the address by which other workers reach it."""
         self.device = WorkerDevice(figures)
         self.engine = ResidentEngine(self.device)

@@ -39,7 +39,8 @@ def commits_once(work: Callable[..., StageResult], name: str = "") -> Stage:
             manifest = commit(run, iteration, name, lambda: work(run, iteration, *more))
         return manifest.data
 
-    stage.__name__, stage.__doc__ = name, work.__doc__
+    stage.__name__ = name
+    stage.__doc__ = work.__doc__
     return stage
 
 

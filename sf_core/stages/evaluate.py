@@ -145,7 +145,8 @@ class Measurement:
             commit(run, None, "start", self._copy_policy)
 
     def _copy_policy(self) -> StageResult:
-        place, weights = self.directory, RunView(self.run).weights_of(self.version)
+        place = self.directory
+        weights = RunView(self.run).weights_of(self.version)
         is_adapter = self.config.train.lora is not None
         # an adapter is a version only with the weights that it is for
         exclude = PICKLES if is_adapter else WEIGHT_FILES
@@ -180,7 +181,8 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
     for override in overrides:
         if re.split(r"[.=]", override, maxsplit=1)[0] not in CHANGEABLE:
             raise ValueError(f"--set {override}: an evaluation can only change {', '.join(CHANGEABLE)}")
-    run, stored = RunDirectory(uri), read_stored_config(uri)
+    run = RunDirectory(uri)
+    stored = read_stored_config(uri)
     # nothing is trained, and what training forbids does not hold
     train = TrainConfig(iterations=1, lora=stored.train.lora)
     stored = stored.model_copy(update={"train": train, "pipeline": None})

@@ -39,7 +39,8 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
     source = run.directory.read_committed(iteration, "rollout")
     files = source.files("trajectories")
     rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in files)
-    settings, sampled = run.config.train, samples_of(rows, iteration)
+    settings = run.config.train
+    sampled = samples_of(rows, iteration)
     lost = find_lost(run.directory.media_dir, rows)
     for session, fault in lost.items():
         log.warning("session %s is not trained on: %s", session, fault)

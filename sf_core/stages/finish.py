@@ -42,7 +42,8 @@ def export_policy(run: OpenRun) -> None:
     if not trainer_kind(run.config).computes_weights:
         return
     version = run.resume_point().version
-    folder, dtype = run.directory.policy_dir, run.config.policy.dtype_name
+    folder = run.directory.policy_dir
+    dtype = run.config.policy.dtype_name
     copy_folder(run.directory.start_dir, folder, exclude=(*WEIGHT_FILES, CARD))
     newest = run.weights(version).uri
     if run.config.train.lora is None:

@@ -110,7 +110,8 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
 def open_judges(environment: EnvironmentConfig, work: Work) -> Iterator[Judges | None]:
     """The judges that a runner's functions may ask; None if it asks none. Runners of answers serve those that
     are given as `model`. Raises as `serve_judges` does."""
-    served, judges = environment.served_judges, environment.judges
+    served = environment.served_judges
+    judges = environment.judges
     if not judges or (served and work != "reward"):
         yield None
         return
@@ -125,7 +126,8 @@ def open_judges(environment: EnvironmentConfig, work: Work) -> Iterator[Judges |
 
 def tasks_to_work_on(config: RunConfig) -> Callable[..., Task]:
     """The tasks of a run, each held-out one as often as it is answered."""
-    tasks, answers = tasks_of(config.environment), config.evaluate.answers
+    tasks = tasks_of(config.environment)
+    answers = config.evaluate.answers
 
     def task(split: str, index: int, *source: str) -> Task:
         return tasks(split, index // answers if split == "holdout" else index, *source)

@@ -108,7 +108,8 @@ class OpenRun:
         """The iteration with which this attempt continues, in words; empty for the first attempt."""
         if self.ref.attempt == 1:
             return ""
-        left, iterations = self.iterations_left(), self.config.train.iterations
+        left = self.iterations_left()
+        iterations = self.config.train.iterations
         if not left:
             return f"attempt {self.ref.attempt} continues after the last iteration, with the evaluation"
         done = [stage for stage in STAGES if stage not in self.list_pending_stages(left.start)]
@@ -145,7 +146,8 @@ class OpenRun:
 
     def register(self, *, evaluate_only: bool = False) -> None:
         """Register this attempt with the data plane, which keeps the sessions it already has."""
-        point, config = self.resume_point(), self.config
+        point = self.resume_point()
+        config = self.config
         judges = config.environment.judges.items()
         budgets = {name: judge.max_tokens_per_iteration for name, judge in judges}
         self.dataplane.register(

@@ -56,7 +56,8 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
     def work() -> StageResult:
         copies, source, copied_s = prepare_start(folder, run.config, warmed=warmed)
         TeacherFolder(folder).check("policy", f"remove {source} and start the run again")
-        parameters, trained = count_parameters(folder), _find_adapter(run.config, folder, warmed=warmed)
+        parameters = count_parameters(folder)
+        trained = _find_adapter(run.config, folder, warmed=warmed)
         derived = values_of(derive(run.config, parameters, folder, prompts, trained))
         dtype = run.config.fill(derived).policy.dtype_name
         named = {file.uri: file for file in (name_dtype(folder, dtype), *name_stops(folder))}
@@ -161,7 +162,8 @@ def warm_policy(config: RunConfig) -> Path:
 
 def warm_folder(config: RunConfig) -> Path:
     """Where `warm_policy` keeps its folder, which may not be there yet."""
-    settings, environment = config.policy, environment_of(config.environment)
+    settings = config.policy
+    environment = environment_of(config.environment)
     of_the_policy = settings.model_dump_json(exclude={"dtype", "adapter"})
     of_its_environment = config.environment.model_dump_json(include={"name", "settings"})
     given = f"{of_the_policy}|{settings.warm_steps}|{of_its_environment}|{config.seed}"

@@ -150,7 +150,8 @@ def check_engines(config: RunConfig, iteration: int, metrics: Mapping[str, float
 
 
 def _check_difference(config: RunConfig, version: float, metrics: Mapping[str, float], name: str) -> None:
-    difference, bound = metrics.get(f"{name}_mean", math.nan), config.train.max_engine_difference
+    difference = metrics.get(f"{name}_mean", math.nan)
+    bound = config.train.max_engine_difference
     is_known = metrics.get(f"{name}_tokens", 0) >= _COMPARED_TOKENS
     if is_known and difference > bound:
         raise ValueError(

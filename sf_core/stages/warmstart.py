@@ -40,7 +40,8 @@ MOST_STEPS = 10
 def begin_warmstart(ref: RunRef, parameters: int | None = None) -> RunRef:
     """Begin an attempt at the warm start of this run. `parameters`: size of the model. The learning rate
     follows it, so it must be known before anything is trained."""
-    config, directory = OpenRun(ref).config, RunDirectory(RunDirectory(ref.uri).warmstart_dir)
+    config = OpenRun(ref).config
+    directory = RunDirectory(RunDirectory(ref.uri).warmstart_dir)
     directory.write_config(configure_warmstart(config, parameters))
     number = directory.begin_attempt(Attempt(dataplane="", host=socket.gethostname()))
     owner = owner_of(ref.run_id, ref.attempt)
@@ -49,7 +50,8 @@ def begin_warmstart(ref: RunRef, parameters: int | None = None) -> RunRef:
 
 def configure_warmstart(config: RunConfig, parameters: int | None) -> RunConfig:
     """The settings of the warm start of a run with these settings."""
-    warm, steps = config.policy.warmstart, config.policy.warm_steps
+    warm = config.policy.warmstart
+    steps = config.policy.warm_steps
     assert warm is not None
     per_iteration = max(n for n in range(1, MOST_STEPS + 1) if steps % n == 0)
     rate = None
@@ -93,7 +95,8 @@ def iterations_left(ref: RunRef) -> list[int]:
 def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
     """Write the batch of an iteration of the warm start, in place of rollout and filter: demonstrations, a
     group for each step of the optimiser."""
-    size, renderer = run.config.train.minibatches, open_renderer(run.directory.start_dir)
+    size = run.config.train.minibatches
+    renderer = open_renderer(run.directory.start_dir)
     steps = range(iteration * size, (iteration + 1) * size)
     batches = zip(steps, demonstrations(run.config, steps), strict=True)
     rows = list[Trajectory]()
@@ -121,7 +124,8 @@ demonstrate = commits_once(_write_demonstrations, "filter")
 
 
 def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iteration: int) -> Trajectory:
-    said, now = shown.said, time.time()
+    said = shown.said
+    now = time.time()
     edges = np.flatnonzero(np.diff(said, prepend=~said[:1], append=~said[-1:]))
     spans = [
         TurnSpan("assistant", start, end, "stop", "demonstration", temperature=1.0, top_p=1.0, top_k=0)

@@ -70,7 +70,8 @@ def read_results(opened: OpenSweep) -> list[SettingResult]:
 
 
 def read_result(opened: OpenSweep, run: SweepRun, failures: Mapping[str, str]) -> RunResult:
-    directory, due = opened.directory(run), int(run.config["train"]["iterations"])
+    directory = opened.directory(run)
+    due = int(run.config["train"]["iterations"])
     failure = failures.get(run.run_id)
     begun = RunResult(
         run_id=run.run_id,

@@ -43,7 +43,8 @@ def t_quantile(degrees: int) -> float:
     >>> round(t_quantile(2), 3)
     4.303
     """
-    low, high = 0.0, 16.0
+    low = 0.0
+    high = 16.0
     # the largest one is that of one degree, 12.7
     for _ in range(60):
         middle = (low + high) / 2

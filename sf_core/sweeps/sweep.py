@@ -74,7 +74,8 @@ class Sweep(BaseModel):
     def extend(self, given: Sweep) -> Sweep:
         """This sweep with the settings and seeds that another command gives it in addition. Raises ValueError
         if that command describes another sweep of the same name."""
-        keys, others = _keys(self), _keys(given)
+        keys = _keys(self)
+        others = _keys(given)
         if keys != others:
             raise ValueError(
                 f"sweep {self.name} varies {_listed(keys)}, not {_listed(others)}: choose another name with "

@@ -31,6 +31,7 @@ class Background:
 
     def wait(self) -> None:
         """Return when nothing is going on; raises the error of what was, once."""
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         if last is not None:
             last.result()

@@ -53,7 +53,8 @@ def demonstrations(config: RunConfig, steps: range) -> list[list[Demonstration]]
     Raises ValueError with one sentence if the file has none."""
     warm = config.policy.warmstart
     assert warm is not None
-    size, total = warm.batch_size, config.policy.warm_steps * warm.batch_size
+    size = warm.batch_size
+    total = config.policy.warm_steps * warm.batch_size
     if warm.demonstrations is not None:
         listed = _read(warm.demonstrations)
         places = range(steps.start * size, steps.stop * size)
@@ -102,7 +103,9 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
     picture cannot be shown."""
     ids: list[Ids] = []
     said: list[npt.NDArray[np.bool_]] = []
-    tools, rendered, pictures = demonstration.tools or [], "", Pictures()
+    tools = demonstration.tools or []
+    rendered = ""
+    pictures = Pictures()
     messages, files = _read_messages(demonstration.messages, renderer.sight)
     pictures.note(messages)
 
@@ -137,7 +140,8 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
         ) from None
     if not any(part.any() for part in said):
         raise ValueError("a demonstration cannot be used: the messages of the assistant are empty")
-    token_ids, mask = np.concatenate(ids), np.concatenate(said)
+    token_ids = np.concatenate(ids)
+    mask = np.concatenate(said)
     if renderer.sight is None:
         return Shown(demonstration, token_ids, mask)
     token_ids, spans = pictures.read(token_ids, renderer.sight)
@@ -149,7 +153,8 @@ def _read_messages(
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Messages in canonical form, and the PNG files of their pictures by their hashes, as the policy sees
     them."""
-    files, found = dict[str, bytes](), LeftOut(sees=sight is not None)
+    files = dict[str, bytes]()
+    found = LeftOut(sees=sight is not None)
     try:
         messages = [
             message | {"content": read_content(message.get("content") or "", f"messages[{i}].content", found)}

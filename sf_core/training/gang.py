@@ -106,7 +106,8 @@ def wait_for(
 ) -> T:
     """Look until there is something, and return it. Raises GangError if the flow has ended the try, or after
     `timeout_s`; then it says of the `missing` ranks `what` they have not done."""
-    deadline, files_looked_at = time.monotonic() + timeout_s, -FILES_POLL_S
+    deadline = time.monotonic() + timeout_s
+    files_looked_at = -FILES_POLL_S
     while (found := look()) is None:
         now = time.monotonic()
         if now > files_looked_at + FILES_POLL_S:
@@ -165,7 +166,8 @@ class GangPlan:
     def __init__(self, trainers: tuple[str, ...], config: RunConfig, connected: Container[str]) -> None:
         """Without trainers there is nothing to do. If some are away but `train.min_workers` are there, these
         begin."""
-        self._config, self._planned = config, trainers
+        self._config = config
+        self._planned = trainers
         self.epoch = -1
         """Number of this try."""
         self.workers = trainers

@@ -83,7 +83,8 @@ def check_weights_folder(model: str, setting: str) -> None:
             "because reading them may run code: save the model with safe_serialization=True"
         )
     try:
-        names, dtypes = open_weights(model)[0].entries.keys(), _unusual_dtypes(model)
+        names = open_weights(model)[0].entries.keys()
+        dtypes = _unusual_dtypes(model)
     except (ValueError, OSError) as error:
         raise ValueError(f"{setting}: {error}") from None
     if read_model_config(model, setting).get("model_type") in SEEING:
@@ -202,7 +203,8 @@ def count_tower(folder: str) -> int:
 
 def describe_policy(folder: str) -> str:
     """What a policy is, in one line."""
-    shape, renderer = read_model_config(folder), open_renderer(folder)
+    shape = read_model_config(folder)
+    renderer = open_renderer(folder)
     facts = [
         f"{shape.get('model_type')}, {count_parameters(folder) / 1e6:,.0f} million parameters, "
         f"{shape.get('max_position_embeddings', 'unknown')} positions",

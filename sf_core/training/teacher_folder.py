@@ -52,7 +52,8 @@ class TeacherFolder:
         if self.weights is None:
             yield local_folder(self.source), adapter
             return
-        source, weights = local_folder(self.source, WEIGHT_FILES), local_folder(self.weights)
+        source = local_folder(self.source, WEIGHT_FILES)
+        weights = local_folder(self.weights)
         with scratch_folder() as folder:
             for path in (*Path(source).iterdir(), *Path(weights).iterdir()):
                 if path.is_file() and (path.parent == Path(weights)) == _is_weights(path.name):
@@ -137,7 +138,8 @@ def check_vocabulary(policy: Tokenizer, rows: int, folder: str, setting: str) ->
     """Raises ValueError, which names the setting and the first token that differs, if a token of the policy's
     has another id at the teacher, whose tokenizer and configuration are in the folder. `rows`: number of ids
     that the policy may sample, of which the teacher must know all."""
-    own, taught = policy.get_vocab(), read_tokenizer(folder, setting).get_vocab()
+    own = policy.get_vocab()
+    taught = read_tokenizer(folder, setting).get_vocab()
     for token, number in sorted(own.items(), key=lambda item: item[1]):
         if taught.get(token) != number:
             there = next((repr(other) for other, found in taught.items() if found == number), "no token")

@@ -50,7 +50,8 @@ class TrainerTests:
 
     def test_weights_are_stored_under_the_version_that_is_held(self) -> None:
         run = self.begin(attempt=1)
-        first, second = self._step(run, 0), self._step(run, 1)
+        first = self._step(run, 0)
+        second = self._step(run, 1)
         assert all(ref.uri.startswith(run.directory.weights_dir(1)) for ref in first)
         assert all(ref.uri.startswith(run.directory.weights_dir(2)) for ref in second)
         assert first[0].sha256 != second[0].sha256

@@ -36,7 +36,8 @@ class Tower:
         sight = read_sight(model_dir)
         if sight is None:
             raise ValueError(f"{model_dir}: this model does not see pictures, but a trajectory has pictures")
-        self.placeholder, self._media = sight.token_id, media
+        self.placeholder = sight.token_id
+        self._media = media
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).vision_config
         renamed = {rf"^{TOWER}": ""}
         self._network = load_model(_Vision, model_dir, config=config, dtype=dtype, key_mapping=renamed)
@@ -67,7 +68,8 @@ class Tower:
         image = Image.open(io.BytesIO(read_picture(self._media, picture.sha256)))
         # it has its size already
         read = self._processor([image], do_resize=False, return_tensors="pt").to(self._network.device)
-        pixels, grid = read["pixel_values"].to(self._network.dtype), read["image_grid_thw"]
+        pixels = read["pixel_values"].to(self._network.dtype)
+        grid = read["image_grid_thw"]
         features: torch.Tensor = self._network(pixels, grid_thw=grid).pooler_output.cpu()
         if len(features) != picture.length:
             raise ValueError(

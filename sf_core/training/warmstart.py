@@ -33,7 +33,8 @@ LABEL_SMOOTHING = 0.18
 def warmstart(folder: str, config: RunConfig) -> None:
     """Train the policy in the folder and save it back. A function of the folder, the settings of policy and
     environment, and the seed."""
-    warm, steps = config.policy.warmstart, config.policy.warm_steps
+    warm = config.policy.warmstart
+    steps = config.policy.warm_steps
     assert warm is not None
     smoothing = LABEL_SMOOTHING if warm.label_smoothing is None else warm.label_smoothing
     renderer = open_renderer(folder)
@@ -106,7 +107,8 @@ def _pad(arrays: Iterable[np.ndarray]) -> torch.Tensor:
 
 def learning_rate(config: WarmstartConfig, steps: int, step: int) -> float:
     """Rate that rises over a twentieth of the steps, then falls to a tenth of its peak along a cosine."""
-    peak, rise = config.learning_rate or RATE_OF_BUILT_IN, max(1, steps // 20)
+    peak = config.learning_rate or RATE_OF_BUILT_IN
+    rise = max(1, steps // 20)
     if step < rise:
         return peak * (step + 1) / rise
     progress = (step - rise) / max(1, steps - rise)

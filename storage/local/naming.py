@@ -14,7 +14,8 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 _NO_SUCH_RENAME = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
-_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
 
 # the os module has no rename that keeps an existing file; only Linux has this call
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -173,7 +173,8 @@ def _row_groups(rows: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
         size += len(row.token_ids) * _BYTES_PER_TOKEN + sum(len(text or "") for text in texts)
         if size >= parquet.ROW_GROUP_BYTES:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group
 

@@ -50,7 +50,8 @@ class Slice:
         if not shape:
             return cls.whole(shape)
         step = -(-shape[0] // parts)
-        begin, end = min(shape[0], part * step), min(shape[0], (part + 1) * step)
+        begin = min(shape[0], part * step)
+        end = min(shape[0], (part + 1) * step)
         return cls(shape, (begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:]))
 
     @property
@@ -193,7 +194,8 @@ def _fill(
     filled = found[name]
     if rest or entry.dtype != filled.dtype or (data and width != filled.data.shape[-1]):
         raise ValueError(f"{uri}: {name!r} has another dtype than the rest of its tensor")
-    source, there = place.intersect(target), target.intersect(place)
+    source = place.intersect(target)
+    there = target.intersect(place)
     if source is not None and there is not None:
         stored = np.frombuffer(data, np.uint8).reshape(*place.size, width)
         filled.data[there] = stored[source]

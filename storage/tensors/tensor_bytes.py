@@ -166,9 +166,11 @@ def parse(uri: str, content: bytes | memoryview) -> TensorBytes:
 
 def pack_bytes(uri: str, tensors: Mapping[str, bytes], metadata: dict[str, str]) -> TensorBytes:
     """A file of these byte strings."""
-    entries, end = {}, 0
+    entries = {}
+    end = 0
     for name, value in tensors.items():
-        begin, end = end, end + len(value)
+        begin = end
+        end = end + len(value)
         entries[name] = Entry("U8", (len(value),), (begin, end))
     return TensorBytes(uri, Header(metadata, entries), b"".join(tensors.values()))
 

@@ -90,7 +90,8 @@ def encode(base: TensorBytes, new: TensorBytes, version: int) -> TensorBytes | N
     parts: dict[str, bytes] = {}
     room = int(_LARGEST * new.header.data_bytes)
     for name in new.header.entries:
-        before, after = base.words(name), new.words(name)
+        before = base.words(name)
+        after = new.words(name)
         changed = np.flatnonzero(before != after)
         if changed.size:
             parts[name] = _pack(changed, after[changed])

@@ -86,7 +86,8 @@ def test_pickles_beside_safe_weights_stay_where_they_are(trapped_model: Path) ->
 
 def test_a_run_starts_from_a_folder_of_links(trapped_model: Path) -> None:
     make_policy(str(trapped_model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    snapshot, start = trapped_model.parent / "snapshot", trapped_model.parent / "start"
+    snapshot = trapped_model.parent / "snapshot"
+    start = trapped_model.parent / "start"
     snapshot.mkdir()
     for path in trapped_model.iterdir():
         (snapshot / path.name).symlink_to(path)
@@ -96,7 +97,8 @@ def test_a_run_starts_from_a_folder_of_links(trapped_model: Path) -> None:
 
 
 def test_weights_that_are_no_files_are_refused_before_anything_is_copied(trapped_model: Path) -> None:
-    start, config = trapped_model.parent / "start", RunConfig(policy=PolicyConfig(model=str(trapped_model)))
+    start = trapped_model.parent / "start"
+    config = RunConfig(policy=PolicyConfig(model=str(trapped_model)))
     (trapped_model / "._model.safetensors").write_bytes(b"what an archive of another system leaves")
     with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
         prepare_start(str(start), config)

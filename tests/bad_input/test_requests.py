@@ -25,8 +25,10 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments"
 TOOL = {"name": "calc", "description": "Evaluates.", "input_schema": {"type": "object"}}
 LIMITS = {"temperature": 0.5, "top_p": 0.9, "stream": False}
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 GOOGLE = "/v1/models/policy:generateContent"
 REQUESTS: dict[str, dict[str, Any]] = {
     CHAT: {
@@ -141,7 +143,8 @@ ODD += [{"type": "x"}, {"role": "x"}, [{"role": "user", "content": [{}]}], DEEP,
 
 def ask(plane: ServedPlane, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
     """Status and sentence of a refusal; checks that it is one sentence and that nothing has changed."""
-    before, num_asked = snapshot(plane.run_dir), len(plane.asked)
+    before = snapshot(plane.run_dir)
+    num_asked = len(plane.asked)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = plane.http.request(method, path, content=None if method == "GET" else content)
     assert response.status_code < 500, response.text

@@ -216,7 +216,8 @@ def test_commands_refuse_a_damaged_configuration_or_manifest(damaged_run: RunDir
         Path(damaged_run.path(name)).write_bytes(whole)
 
 
-_ROLLOUT, _TRAIN = "manifests/00000/rollout.json", "manifests/00000/train.json"
+_ROLLOUT = "manifests/00000/rollout.json"
+_TRAIN = "manifests/00000/train.json"
 READS = {
     "inspect": {_ROLLOUT, _TRAIN},
     "report": {_ROLLOUT},

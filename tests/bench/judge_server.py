@@ -100,7 +100,8 @@ NO_VERDICTS: dict[str, dict[str, Any]] = {
 def answer(body: dict[str, Any], fault: str = "") -> dict[str, Any]:
     """The completion of a request."""
     asked = body["messages"][-1]["content"]
-    said, likely = f"{len(asked) % 11}", {}
+    said = f"{len(asked) % 11}"
+    likely = {}
     if "Answer A:" in asked:
         first, second = asked.split("Answer A:\n")[1].split("\n\nWhich ")[0].split("\n\nAnswer B:\n")
         said = "A" if len(first) > len(second) else "B"
@@ -114,7 +115,8 @@ def answer(body: dict[str, Any], fault: str = "") -> dict[str, Any]:
             "n" if "42" in asked else "y": 0.1,
         }
     if fault == "garbage":
-        said, likely = "as an AI", {"as": 0.9, "AI": 0.1}
+        said = "as an AI"
+        likely = {"as": 0.9, "AI": 0.1}
     is_cut = body.get("max_tokens") == 1
     told = {"finish_reason": "length" if is_cut else "stop", "content": said} | NO_VERDICTS.get(fault, {})
     choice: dict[str, Any] = {"finish_reason": told.pop("finish_reason")}

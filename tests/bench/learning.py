@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-MOST_BEFORE, LEAST_AFTER = 0.5, 0.8
+MOST_BEFORE = 0.5
+LEAST_AFTER = 0.8
 """Bounds of the held-out reward of an example: at most before the training, and at least after it."""
 
 

@@ -108,7 +108,8 @@ def make_libraries(place: Path) -> list[Library]:
     for name, text in FILES.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text, encoding="utf-8")
-    tests, inits = ("lists/tests/test_*.py",), ("lists/**/__init__.py",)
+    tests = ("lists/tests/test_*.py",)
+    inits = ("lists/**/__init__.py",)
     return [
         Library("acme/lists", ("lists/lists.py",), tests, inits, place=place),
         Library("acme/words", ("words.py",), ("test_words.py",), place=place),

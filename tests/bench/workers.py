@@ -21,7 +21,8 @@ class WorkerBench:
     """A scheduler, and workers that the test starts."""
 
     def __init__(self, stack: Supervisor, folder: Path) -> None:
-        self.stack, self.folder = stack, folder
+        self.stack = stack
+        self.folder = folder
         self.scheduler = start_dask(self.stack, {}, folder)()
 
     def sf_worker(self, name: str, *arguments: str, **env: str) -> Process:

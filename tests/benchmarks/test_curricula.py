@@ -65,7 +65,8 @@ def test_one_pair_has_no_interval() -> None:
 
 
 def test_a_claim_is_held_against_the_interval() -> None:
-    below, within = Claim("", "", 0.6, most=0.85), Claim("", "", 1.0, least=0.8, most=1.25)
+    below = Claim("", "", 0.6, most=0.85)
+    within = Claim("", "", 1.0, least=0.8, most=1.25)
     holds_one = Claim("", "", 1.0, holds_one=True)
     assert below.holds([0.6, 0.4, 0.84]) and not below.holds([0.6, 0.4, 0.85])
     assert within.holds([1.0, 0.8, 1.2]) and not within.holds([1.0, 0.79, 1.2])

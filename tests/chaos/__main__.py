@@ -94,7 +94,9 @@ class Place:
 
 def main() -> None:
     options = _options()
-    console, rng, done = Console(), random.Random(options.seed), list[Injection]()
+    console = Console()
+    rng = random.Random(options.seed)
+    done = list[Injection]()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     console.print(f"seed {options.seed}; kept if something is lost: {folder}")
     with _places(folder, options.seconds, options.only, console.print) as (stack, places):
@@ -105,7 +107,8 @@ def main() -> None:
             console.print(f"undisturbed: {len(undisturbed)} iterations")
         for place in places * options.rounds:
             rng.shuffle(place.faults)
-            kind, sections = place.kind, place.sections
+            kind = place.kind
+            sections = place.sections
             trainings = runs(
                 stack, place.root, place.iterations, overlap=place.overlap, kind=kind, **sections
             )
@@ -133,7 +136,8 @@ def _places(
     """A running stack, and places for runs on a disk and in a bucket. Every kind of fault happens to a run
     without overlap."""
     on_disk = _general_faults(seconds)
-    clock, disk = Clock(folder), folder / "runs"
+    clock = Clock(folder)
+    disk = folder / "runs"
     on_disk += [ClockJump(clock, 1), ClockJump(clock, -2)]
     with ExitStack() as exits:
         s3 = exits.enter_context(s3_server())

@@ -16,7 +16,9 @@ class Clock:
         compiler = shutil.which("cc")
         if compiler is None:
             raise RuntimeError("a clock that can jump needs a C compiler (cc)")
-        self._library, self._file, self._hours = folder / "clock.so", folder / "clock", 0.0
+        self._library = folder / "clock.so"
+        self._file = folder / "clock"
+        self._hours = 0.0
         command = [compiler, "-O1", "-shared", "-fPIC", "-o", str(self._library), str(SOURCE)]
         subprocess.run(command, check=True)
         self._write()

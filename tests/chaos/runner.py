@@ -40,7 +40,8 @@ def run_through(
 ) -> list[Injection]:
     """Inject every fault once, in this order, in as many runs as needed, and check each run at its end.
     `undisturbed`: weights of a run of the same seed without faults, which these runs must reproduce."""
-    left, done = list(faults), []
+    left = list(faults)
+    done = []
     while left:
         run = next(runs)
         try:
@@ -80,7 +81,9 @@ def _one_run(
         time.sleep(rng.uniform(0, MAX_DELAY_S))
         if run.has_ended:
             break
-        before, starts, fault = run.snapshot(), run.starts, left.pop(0)
+        before = run.snapshot()
+        starts = run.starts
+        fault = left.pop(0)
         fault.inject(run, rng)
         over = time.monotonic()
         run.await_stages(len(manifests(run.config)) + len(STAGES))

@@ -58,7 +58,8 @@ def test_a_setting_says_its_type_default_and_range() -> None:
 
 
 def test_each_command_has_its_part_with_its_options() -> None:
-    page, group = commands_page(), typer.main.get_command(app)
+    page = commands_page()
+    group = typer.main.get_command(app)
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         part = re.split(r"\n##+ ", page.partition(f"### `sf {name}` {{#{name}}}\n")[2])[0]
         shown = [known for known in command.params if not (known.hidden or known.name == "help")]

@@ -30,7 +30,8 @@ class Desk:
         (folder / "desk.py").write_text(code[1], encoding="utf-8")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self._folder, self._env = folder, os.environ | env
+        self._folder = folder
+        self._env = os.environ | env
         self.rated: dict[str, float] = {}
         """Stars by session, of the ratings that were taken."""
         self.num_untrained = 0

@@ -241,10 +241,12 @@ def outcomes(config: RunConfig, iteration: int) -> list[dict[str, Any]]:
 def check_outcomes(config: RunConfig) -> None:
     """Check of a run that chooses: every group that has left is told once, as the manifest has it, and what
     trains is what is told, no group more or less."""
-    committed, rules = manifests(config), config.rollout
+    committed = manifests(config)
+    rules = config.rollout
     told: list[int] = []
     for k in range(config.train.iterations):
-        rows, data = outcomes(config, k), committed[k, "rollout"]["data"]
+        rows = outcomes(config, k)
+        data = committed[k, "rollout"]["data"]
         sealed = {row["group_id"]: row for row in rows if row["verdict"] == "sealed"}
         assert [row["number"] for row in sealed.values()] == data["groups"]
         dropped = {str(row["number"]): row["verdict"] for row in rows if row["verdict"] != "sealed"}

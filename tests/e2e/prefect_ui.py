@@ -18,7 +18,8 @@ from tests.patience import wait_until
 
 class PrefectUi:
     def __init__(self, page: Page, base: str) -> None:
-        self.page, self._base = page, base
+        self.page = page
+        self._base = base
 
     def open_form(self, deployment_id: UUID) -> None:
         self.page.goto(f"{self._base}/deployments/deployment/{deployment_id}")

@@ -35,7 +35,8 @@ class Policies:
         rows = [row for row in rows if version in row.policy_versions]
         self._load(version)
         length = max(len(row.token_ids) for row in rows)
-        ids, recorded = np.zeros((len(rows), length), np.int64), np.full((len(rows), length), np.nan)
+        ids = np.zeros((len(rows), length), np.int64)
+        recorded = np.full((len(rows), length), np.nan)
         for i, row in enumerate(rows):
             ids[i, : len(row.token_ids)] = row.token_ids
             of_version = row.policy_versions == version

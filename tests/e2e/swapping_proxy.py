@@ -21,7 +21,8 @@ _CHUNK = 2**16
 @contextmanager
 def swapping_proxy(socket: str) -> Iterator[str]:
     """The URL of the proxy of the server at a Unix socket."""
-    loop, ready = asyncio.new_event_loop(), threading.Event()
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
     ports: list[int] = []
 
     async def serve() -> None:

@@ -40,7 +40,8 @@ def test_a_version_of_a_run_teaches_another_one_whatever_is_killed_and_each_step
         "teacher": {"model": f"{teacher.uri}@2"},
     }
     config = cluster.config("pupil", **parts, rollout={"group_size": 1, "groups_per_batch": 24}, train=train)
-    process, run = cluster.start(config), RunDirectory(config.run_dir)
+    process = cluster.start(config)
+    run = RunDirectory(config.run_dir)
     wait_until(lambda: run.read_manifest(2, "train") is not None, "half of the steps")
     cluster.worker_process("t0").kill()
     cluster.finish(config, process)

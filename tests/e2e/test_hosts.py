@@ -160,7 +160,8 @@ def test_a_worker_of_another_host_needs_a_certificate_and_joins_again_after_it_w
 def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
     three: list[Host], cluster: Cluster, number: int, worker: str, without: str
 ) -> None:
-    main, lost = three[0], three[number]
+    main = three[0]
+    lost = three[number]
     package = {part: f"tests.e2e.held_package:{part}" for part in ("tasks", "agent", "reward")}
     config = cluster.config(
         "cut-off",
@@ -170,7 +171,8 @@ def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
         train={"iterations": 4},
         evaluate={"every": 4},
     )
-    gates, hold = cluster.folder / "gates", cluster.folder / f"{worker}-hold"
+    gates = cluster.folder / "gates"
+    hold = cluster.folder / f"{worker}-hold"
     (gates / "0").touch()
     process = cluster.start(config)
     wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "iteration 0")

@@ -63,7 +63,8 @@ def connected(cluster: Cluster) -> set[str]:
 @pytest.mark.nightly
 def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lost(cluster: Cluster) -> None:
     config = cluster.config("joining", "async", train={"iterations": 4})
-    plane, url = operator_client(cluster.services.dataplane), "/runs/joining"
+    plane = operator_client(cluster.services.dataplane)
+    url = "/runs/joining"
     with restored(cluster):
         process = cluster.start(config)
         wait_until(lambda: is_committed(config, 1, "publish") or process.poll() is not None, "2")
@@ -106,7 +107,8 @@ def test_an_agent_worker_joins_and_rewards_are_scored_on_the_reward_worker(clust
         train={"iterations": 2, "advantage": "two_level"},
         evaluate={"num_tasks": 1},
     )
-    plane, url = operator_client(cluster.services.dataplane), "/runs/runners-join"
+    plane = operator_client(cluster.services.dataplane)
+    url = "/runs/runners-join"
 
     def holders() -> set[str]:
         """Workers of the runners."""
@@ -168,7 +170,8 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
     cluster: Cluster,
 ) -> None:
     config = cluster.config("loan-lost", rollout={"overlap": False}, engine={"kind": "emulated"})
-    plane, url = operator_client(cluster.services.dataplane), "/runs/loan-lost"
+    plane = operator_client(cluster.services.dataplane)
+    url = "/runs/loan-lost"
     with restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
         patience_s = client.run_on_scheduler(give_up_after, 3.0)
         try:
@@ -202,7 +205,8 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
 
 def give_up_after(seconds: float, dask_scheduler: Any) -> float:
     """Executed on the scheduler: sets its no_workers_timeout and returns the old value."""
-    before, dask_scheduler.no_workers_timeout = dask_scheduler.no_workers_timeout, seconds
+    before = dask_scheduler.no_workers_timeout
+    dask_scheduler.no_workers_timeout = seconds
     return float(before)
 
 

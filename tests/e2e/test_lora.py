@@ -44,7 +44,8 @@ def test_an_adapter_is_trained_and_sampled_whatever_is_killed_and_each_step_can_
     name = next(name for name in sorted(versions[0]) if "lora_B" in name)
     moved = [float((factors[name] - versions[0][name]).abs().mean()) for factors in versions]
     assert moved[0] == 0 and all(math.isfinite(far) and far > 1e-4 for far in moved[1:])
-    made, given = load_weights(run.start_dir), load_weights(model)
+    made = load_weights(run.start_dir)
+    given = load_weights(model)
     assert all(torch.equal(made[name], given[name]) for name in given)
     merged = merge_folders(run.start_dir, run.version_dir(4), "float32")
     policy = load_weights(run.policy_dir)

@@ -85,7 +85,8 @@ def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_r
 ) -> None:
     vllm_python()
     config = configure(cluster, "sees", iterations=5)
-    process, run = cluster.start(config), RunDirectory(config.run_dir)
+    process = cluster.start(config)
+    run = RunDirectory(config.run_dir)
 
     def reach(iteration: int) -> None:
         wait_until(lambda: is_committed(config, iteration, "rollout"), f"batch {iteration}", quiet_s=240)

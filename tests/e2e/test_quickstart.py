@@ -45,8 +45,10 @@ def num_answers(rows: pa.Table) -> list[int]:
 
 def check_reading(run_dir: str) -> None:
     """Check what the public reader gives of a run that is over against its files."""
-    run, config = open_run(run_dir), read_stored_config(run_dir)
-    iterations, evaluations = run.iterations().to_pylist(), run.evaluations().to_pylist()
+    run = open_run(run_dir)
+    config = read_stored_config(run_dir)
+    iterations = run.iterations().to_pylist()
+    evaluations = run.evaluations().to_pylist()
     assert len(iterations) == config.train.iterations and all(one["published"] for one in iterations)
     for one in iterations:
         number = one["iteration"]

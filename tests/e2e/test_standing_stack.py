@@ -174,7 +174,8 @@ def test_a_run_loses_nothing_to_what_befalls_the_stack(standing_stack: Stack, tm
 def test_without_overlap_the_weights_are_those_of_an_undisturbed_run(
     standing_stack: Stack, tmp_path: Path
 ) -> None:
-    rng, trainings = random.Random(0), runs(standing_stack, str(tmp_path), iterations=8, overlap=False)
+    rng = random.Random(0)
+    trainings = runs(standing_stack, str(tmp_path), iterations=8, overlap=False)
     undisturbed = run_undisturbed(next(trainings))
     run_through(trainings, short_faults(rng), rng, undisturbed=undisturbed)
 

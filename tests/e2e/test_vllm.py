@@ -41,7 +41,10 @@ class Seeing:
     """Notes all processes of a worker's vLLM that there are before and after a fault."""
 
     def __init__(self, fault: Fault, worker: str, seen: set[psutil.Process]) -> None:
-        self.name, self._fault, self._worker, self._seen = fault.name, fault, worker, seen
+        self.name = fault.name
+        self._fault = fault
+        self._worker = worker
+        self._seen = seen
 
     def inject(self, run: Training, rng: random.Random) -> None:
         self._seen.update(vllm_processes(run, self._worker))
@@ -71,7 +74,8 @@ class WhileTraining:
 
 def survive(stack: Stack, pipeline: str, worker: str, faults: list[Fault], *options: str) -> None:
     vllm_python()
-    rng, seen = random.Random(0), set[psutil.Process]()
+    rng = random.Random(0)
+    seen = set[psutil.Process]()
     rng.shuffle(faults)
     watched: list[Fault] = [Seeing(fault, worker, seen) for fault in faults]
     try:

@@ -42,7 +42,8 @@ def test_a_model_is_warmed_up_whatever_is_killed_and_each_step_can_be_replayed(
     assert run.config.train.iterations == 4 and run.config.train.minibatches == 10
     losses = [run.directory.read_committed(number, "train").data["loss"] for number in range(4)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 1
-    made, given = load_weights(RunDirectory(config.run_dir).start_dir), load_weights(model)
+    made = load_weights(RunDirectory(config.run_dir).start_dir)
+    given = load_weights(model)
     last = load_weights(warm.weights_dir(4))
     assert made.keys() == given.keys() and all(torch.equal(made[name], last[name]) for name in made)
     assert not any(torch.equal(made[name], given[name]) for name in made)

@@ -63,7 +63,8 @@ class Clone:
     """A copy of one example where the pages look for it, and the commands that it needs."""
 
     def __init__(self, folder: Path, example: str, cache: Path) -> None:
-        self.top, self.folder = folder, folder / "examples" / example
+        self.top = folder
+        self.folder = folder / "examples" / example
         shutil.copytree(ROOT / "examples" / example, self.folder, ignore=shutil.ignore_patterns("runs"))
         self.env = os.environ | {
             "PREFECT_HOME": str(folder / "prefect"),
@@ -193,7 +194,8 @@ def test_the_loss_of_ten_lines_begins_as_a_policy_gradient_and_fades() -> None:
 @pytest.mark.nightly
 def test_own_loss(clone: Clone) -> None:
     clone.run(shortened(commands("own_loss")))
-    mine, clipped = clone.read("mine"), clone.read("clipped")
+    mine = clone.read("mine")
+    clipped = clone.read("clipped")
     assert mine.settings["train"]["loss"]["policy"] == {"kind": "custom", "function": "my_loss:soft"}
     assert clipped.settings["train"]["loss"]["policy"]["kind"] != "custom"
     assert len(rewards(mine)) == len(rewards(clipped)) == 2

@@ -28,7 +28,8 @@ def test_the_callers_of_the_page_prefer_short_answers_that_name_the_thing() -> N
     exec(compile(desk, "desk.py", "exec"), page)
     seen, held_out = ({page["tasks"](split, i).prompt for i in range(8)} for split in ("train", "holdout"))
     assert len(seen) == len(held_out) == 8 and not seen & held_out
-    task, stars = page["tasks"]("holdout", 0), page["stars"]
+    task = page["tasks"]("holdout", 0)
+    stars = page["stars"]
     drafts = ["It falls.", "Snow " * 60, "Snow is frozen water and " + "so on " * 7, "Snow is frozen rain."]
     assert [stars(task.prompt, draft) for draft in drafts] == [0, 1, 4, 5]
     assert page["reward"](task, drafts[-1]) == 1

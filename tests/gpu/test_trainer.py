@@ -73,7 +73,8 @@ def test_a_trainer_that_rests_gives_its_memory_back_and_goes_on_bit_for_bit(
 
 
 def test_recomputed_blocks_take_less_memory_and_give_the_same_weights(gpu_policy: str) -> None:
-    peaks, weights = [], []
+    peaks = []
+    weights = []
     for recompute in (False, True):
         model = TorchModel(gpu_policy, SingleRank(), device="cuda", dtype="bfloat16", recompute=recompute)
         trainer = ModelTrainer(lambda _, model=model: model, TrainConfig(), seed=0)

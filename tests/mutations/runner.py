@@ -143,7 +143,8 @@ class Runner:
 
     def __init__(self, root: Path, folder: Path, num_workers: int, deadline_s: float) -> None:
         # as they are now, whatever somebody edits meanwhile
-        self._sources, self._deadline_s = folder / "sources", deadline_s
+        self._sources = folder / "sources"
+        self._deadline_s = deadline_s
         self._sources.mkdir(parents=True)
         for name in COPIED:
             if (source := root / name).is_dir():
@@ -173,7 +174,8 @@ class Runner:
     def _run(
         self, wanted: Sequence[tuple[Mutation | None, tuple[str, ...]]]
     ) -> Iterator[tuple[_Fork, Result]]:
-        waiting, running = list(wanted)[::-1], list[_Fork]()
+        waiting = list(wanted)[::-1]
+        running = list[_Fork]()
         try:
             while waiting or running:
                 while waiting and self._idle:

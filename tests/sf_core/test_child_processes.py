@@ -155,7 +155,8 @@ def test_the_folder_stays_until_the_channel_ends(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_removed_with_its_unreadable_parts_but_not_what_links_lead_to(tmp_path: Path) -> None:
-    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder = tmp_path / "folder"
+    elsewhere = tmp_path / "elsewhere"
     (folder / "closed" / "inner").mkdir(parents=True)
     (folder / "closed" / "inner" / "file").write_text("x", encoding="utf-8")
     elsewhere.mkdir(mode=0o500)

@@ -58,7 +58,8 @@ class Model:
 
 @asynccontextmanager
 async def open_model() -> AsyncIterator[Model]:
-    model, app = Model(), web.Application()
+    model = Model()
+    app = web.Application()
     app.router.add_post("/sessions/{session}/v1/chat/completions", model.answer)
     runner = web.AppRunner(app)
     await runner.setup()

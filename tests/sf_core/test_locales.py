@@ -56,7 +56,8 @@ print(json.dumps([prompt, text, renderer.encode(text).tolist()]))
 @pytest.fixture(scope="module")
 def latin_1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables of a locale in ISO-8859-1, which is made for the test."""
-    folder, name = tmp_path_factory.mktemp("locales"), "en_US.ISO-8859-1"
+    folder = tmp_path_factory.mktemp("locales")
+    name = "en_US.ISO-8859-1"
     command = ["localedef", "--inputfile", "en_US", "--charmap", "ISO-8859-1", str(folder / name)]
     if shutil.which("localedef") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("this machine cannot make a locale: install the package locales")

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from sf_core.printable import clean_logs, printable
 
-TITLE, CLIPBOARD, CLEAR = "\x1b]0;owned\x07", "\x1b]52;c;b3duZWQ=\x07", "\x1b[2J"
+TITLE = "\x1b]0;owned\x07"
+CLIPBOARD = "\x1b]52;c;b3duZWQ=\x07"
+CLEAR = "\x1b[2J"
 
 
 def test_sequences_that_set_title_clipboard_and_screen_are_shown() -> None:
@@ -52,7 +54,8 @@ def clean_records() -> Iterator[None]:
 
 def test_log_lines_and_tracebacks_in_them_are_printable(clean_records: None) -> None:
     written = StringIO()
-    log, handler = logging.Logger("quotes"), logging.StreamHandler(written)
+    log = logging.Logger("quotes")
+    handler = logging.StreamHandler(written)
     log.addHandler(handler)
     try:
         raise ValueError(CLEAR)

@@ -51,7 +51,8 @@ def plain(table: pa.Table) -> Any:
 
 
 def _rows() -> list[Trajectory]:
-    user, answer = TurnSpan("user", 0, 2), TurnSpan("assistant", 2, 4, "stop", "e-r0", 1.0, 0.5, 7, 0.25)
+    user = TurnSpan("user", 0, 2)
+    answer = TurnSpan("assistant", 2, 4, "stop", "e-r0", 1.0, 0.5, 7, 0.25)
     return [
         _row("s0", "0", None, 0, [user, answer], 1.0),
         _row("s0", "1", "0", 2, [user, answer], 1.0),

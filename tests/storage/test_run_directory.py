@@ -32,7 +32,8 @@ def test_what_stays_on_this_machine_is_in_a_folder_that_no_other_run_has(
     monkeypatch.chdir(tmp_path)
     local = RunDirectory("runs/run-1")
     assert local.local_dir == local.uri == str(tmp_path / "runs" / "run-1")
-    first, second = RunDirectory("s3://bucket/a/run-1"), RunDirectory("s3://bucket/b/run-1")
+    first = RunDirectory("s3://bucket/a/run-1")
+    second = RunDirectory("s3://bucket/b/run-1")
     assert Path(first.local_dir).parent == tmp_path / "runs"
     assert len({local.local_dir, first.local_dir, second.local_dir}) == 3
     # a resumed run finds its own again

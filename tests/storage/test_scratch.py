@@ -49,7 +49,8 @@ def test_what_a_killed_process_left_goes_when_the_next_folder_is_made_and_what_o
 
 
 def test_a_folder_that_was_just_made_is_left_alone(tmp_path: Path) -> None:
-    young, foreign = tmp_path / "sf-scratch-a", tmp_path / "sf-other"
+    young = tmp_path / "sf-scratch-a"
+    foreign = tmp_path / "sf-other"
     for folder in (young, foreign):
         folder.mkdir()
     age(str(foreign))

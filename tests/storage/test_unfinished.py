@@ -99,7 +99,8 @@ def test_a_link_with_the_name_of_a_temporary_file_stays(tmp_path: Path) -> None:
 
 def test_an_upload_whose_process_was_killed_is_found_and_aborted(s3_bucket: str) -> None:
     root = f"{s3_bucket}/{uuid.uuid4().hex}"
-    run, neighbour = RunDirectory(f"{root}/run-1"), RunDirectory(f"{root}/run-10")
+    run = RunDirectory(f"{root}/run-1")
+    neighbour = RunDirectory(f"{root}/run-10")
     uri = f"{run.weights_dir(3)}/model.safetensors"
     with stalling_proxy(os.environ["AWS_ENDPOINT_URL"], 20 * MIB) as url:
         for target in (uri, f"{neighbour.weights_dir(3)}/model.safetensors"):

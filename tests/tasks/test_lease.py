@@ -137,7 +137,8 @@ def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
 ) -> None:
     monkeypatch.setattr("tasks.cluster.STATE_S", 0.05)
     [worker] = local_client.cluster.workers.values()
-    answer, may_answer = worker.handlers["get_data"], asyncio.Event()
+    answer = worker.handlers["get_data"]
+    may_answer = asyncio.Event()
 
     async def answer_later(comm: Any, **question: Any) -> Any:
         await may_answer.wait()

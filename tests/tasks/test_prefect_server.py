@@ -66,7 +66,8 @@ class Locked:
     """An application that answers by 503 so many times, and then with the body of the request."""
 
     def __init__(self, refusals: float) -> None:
-        self.refusals, self.asked = refusals, 0
+        self.refusals = refusals
+        self.asked = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.asked += 1

@@ -56,14 +56,17 @@ class JudgeClient:
     """Must be opened before it is asked."""
 
     def __init__(self, name: str, settings: JudgeConfig, endpoint: Endpoint) -> None:
-        self.name, self.endpoint, self._settings = name, endpoint, settings
+        self.name = name
+        self.endpoint = endpoint
+        self._settings = settings
         self._places = asyncio.Semaphore(settings.concurrency)
         self._known: dict[bytes, Reply] = {}
         self._asking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         """Locks of the questions that are being asked: equal ones wait for the reply."""
 
     def open(self) -> None:
-        key, limits = self.endpoint.api_key, httpx.Limits(max_connections=self._settings.concurrency)
+        key = self.endpoint.api_key
+        limits = httpx.Limits(max_connections=self._settings.concurrency)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # the time is bounded with that of all parts of a call
         self._http = httpx.AsyncClient(
@@ -99,7 +102,8 @@ class JudgeClient:
     async def _call(self, question: dict[str, Any]) -> Reply:
         asked = Judgement(judge=self.name, messages=orjson.dumps(question["messages"]).decode())
         async with self._places:
-            started, error = time.monotonic(), ""
+            started = time.monotonic()
+            error = ""
             tokens = 0
             discarded: list[str] = []
 

@@ -69,7 +69,8 @@ class Judge:
     block until the judge has answered. They raise NotJudged while it does not, or cannot be understood."""
 
     def __init__(self, client: JudgeClient, record: Record) -> None:
-        self._client, self._record = client, record
+        self._client = client
+        self._record = record
 
     @property
     def endpoint(self) -> Endpoint:
@@ -146,7 +147,9 @@ class Judge:
                 raise
             finally:
                 self._record.num_awaited -= 1
-            found, told, error = None, reply.told, reply.error
+            found = None
+            told = reply.told
+            error = reply.error
             if told.reply is not None:
                 try:
                     found = understand(reply)
@@ -168,7 +171,8 @@ class Judge:
 def weigh_words(likely: Mapping[str, float], words: Sequence[str]) -> dict[str, float]:
     """Probabilities of words, by the log-probs of tokens that one of them begins with. Raises ValueError if
     there are none, or most probability is that of tokens with which several begin."""
-    weights, shared = dict.fromkeys(words, 0.0), 0.0
+    weights = dict.fromkeys(words, 0.0)
+    shared = 0.0
     for token, logprob in likely.items():
         start = _fold(token)
         begun = [word for word in words if start and _fold(word).startswith(start)]

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 
-HOME, SHARED = "/tmp/home", "/dev/shm"
+HOME = "/tmp/home"
+SHARED = "/dev/shm"
 
 NOBODY = 65534
 """User of the host that a worker of root has its sandboxes run as."""
@@ -54,7 +55,8 @@ Become = Callable[[list[str], dict[str, str]], None]
 
 class Porter:
     def __init__(self, channel: socket.socket, limits: SimpleNamespace) -> None:
-        self._channel, self._limits = channel, limits
+        self._channel = channel
+        self._limits = limits
         self._wake, waker = os.pipe()
         for end in (self._wake, waker):
             os.set_blocking(end, False)
@@ -102,7 +104,9 @@ class Porter:
         pid = start(become, words, variables, files[1:], self._limits)
         # or no reader would ever see their end
         close(files)
-        ended_by, status, killed = "exit", None, num_killed()
+        ended_by = "exit"
+        status = None
+        killed = num_killed()
         while status is None:
             status = self._reap(pid)
             if status is None:
@@ -156,7 +160,8 @@ def become_nobody() -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
         # what has changed its user cannot write its own maps otherwise
         LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-    user, group = os.getuid(), os.getgid()
+    user = os.getuid()
+    group = os.getgid()
     # where it is a user of its own, processes are counted for each sandbox alone
     if LIBC.unshare(CLONE_NEWUSER) == 0:
         put("/proc/self/setgroups", "deny")

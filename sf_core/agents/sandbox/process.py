@@ -220,7 +220,8 @@ def seal(content: bytes) -> int:
 
 
 async def _readable(number: int) -> None:
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
     loop.add_reader(number, ready.set)
     try:
         await ready.wait()

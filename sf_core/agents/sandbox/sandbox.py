@@ -88,7 +88,8 @@ class Sandbox:
     """An open sandbox. Call `open_sandbox` to get a `Sandbox`."""
 
     def __init__(self, process: SandboxProcess, limits: SandboxLimits, endpoint: Endpoint | None) -> None:
-        self._process, self._limits = process, limits
+        self._process = process
+        self._limits = limits
         self.endpoint = endpoint
         """The endpoint, with the address that programs in the sandbox must use. None if the programs have no
         network."""
@@ -176,7 +177,9 @@ class _Command:
     """One command in a sandbox."""
 
     def __init__(self, process: SandboxProcess, limits: SandboxLimits, written: CommandOutput | None) -> None:
-        self._process, self._limits, self._left = process, limits, limits.output_mb * 2**20
+        self._process = process
+        self._limits = limits
+        self._left = limits.output_mb * 2**20
         self.written = written or CommandOutput()
         takers = [self.written.on_output] if written is None else [written.on_output, written.on_error]
         self._ears = [Ear(partial(self._hear, take)) for take in takers]

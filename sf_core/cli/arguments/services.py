@@ -107,7 +107,8 @@ def _probe_dataplane(url: str) -> str | None:
 def _probe_scheduler(address: str) -> str | None:
     try:
         parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError:
         return None  # Dask's client tells what is wrong with the address
     if parts.scheme not in ("tcp", "tls") or host is None or port is None:
@@ -142,5 +143,7 @@ def _is(answer: httpx.Response, media: str) -> bool:
     return answer.headers.get("content-type", "").startswith(media)
 
 
-PREFECT, SCHEDULER, DATA_PLANE = "Prefect server", "Dask scheduler", "data plane"
+PREFECT = "Prefect server"
+SCHEDULER = "Dask scheduler"
+DATA_PLANE = "data plane"
 _PROBES = {PREFECT: _probe_prefect, SCHEDULER: _probe_scheduler, DATA_PLANE: _probe_dataplane}

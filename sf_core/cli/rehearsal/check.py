@@ -63,7 +63,8 @@ def _has_sessions(config: RunConfig) -> bool:
 def _run(config: RunConfig) -> dict[str, str]:
     """Run the rehearsal in a process of its own, which ends in time with all that it has started."""
     with tempfile.TemporaryDirectory(prefix="sf-rehearsal-") as folder, tempfile.TemporaryFile() as log:
-        given, result = Path(folder, "config.json"), Path(folder, "result.json")
+        given = Path(folder, "config.json")
+        result = Path(folder, "result.json")
         given.write_text(config.model_dump_json(), encoding="utf-8")
         command = python_module("sf_core.cli.rehearsal.session", str(given), str(result))
         channel, keeper = start_kept(

@@ -42,7 +42,8 @@ _NUM_TOKENS = 1
 
 class ScriptedPolicy:
     def __init__(self, config: RunConfig, answer: str) -> None:
-        self._config, self._answer = config, answer
+        self._config = config
+        self._answer = answer
         self._key = secrets.token_urlsafe(24)
         self.num_answers = 0
 

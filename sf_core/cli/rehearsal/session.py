@@ -77,7 +77,8 @@ def _parts_of(config: RunConfig) -> list[str]:
 
 
 async def _rehearse_part(config: RunConfig, part: str) -> Result:
-    tasks, first = tasks_of(config.environment), first_index(config.seed)
+    tasks = tasks_of(config.environment)
+    first = first_index(config.seed)
     source = [part] if part else []
     one = await _try(config, tasks("train", first, *source))
     if not isinstance(one, _Failure):
@@ -94,9 +95,12 @@ async def _rehearse_part(config: RunConfig, part: str) -> Result:
 async def _try(config: RunConfig, task: Task) -> _Failure | str:
     """Run a session on the task; returns how it failed, or a note on it."""
     environment = config.environment
-    agent, reward = agent_of(environment), reward_of(environment)
-    phases, work = Phases(config.rollout, agent, reward, prepare_of(environment)), Work("rehearsal")
-    policy, answer = ScriptedPolicy(config, task.answer or PLAIN_ANSWER), None
+    agent = agent_of(environment)
+    reward = reward_of(environment)
+    phases = Phases(config.rollout, agent, reward, prepare_of(environment))
+    work = Work("rehearsal")
+    policy = ScriptedPolicy(config, task.answer or PLAIN_ANSWER)
+    answer = None
     with policy.serve() as endpoint:
         try:
             answer = await phases.run(work, task, endpoint)

@@ -95,7 +95,9 @@ class SessionPrinter:
     """The prompts and turns of a session of the plane in this process."""
 
     def __init__(self, printer: Printer, renderer: Renderer, session: Session) -> None:
-        self._printer, self._renderer, self._session = printer, renderer, session
+        self._printer = printer
+        self._renderer = renderer
+        self._session = session
         self._num_prompts = self._num_turns = 0
         self._one_at_a_time = threading.Lock()
 
@@ -116,7 +118,8 @@ class SessionPrinter:
         for message in prompt.messages:
             self._printer.message(message)
         new = f", {len(prompt.ids)} of them new" if prompt.start else ""
-        tokens, text = f"{prompt.end} tokens{new}", self._decode(prompt.ids)
+        tokens = f"{prompt.end} tokens{new}"
+        text = self._decode(prompt.ids)
         self._printer.say(f"prompt, {tokens}", text, "dim")
         counted = {"prompt_tokens": prompt.end, "new_tokens": len(prompt.ids)}
         self._printer.request(prompt.index, prompt.messages, prompt=text, **counted)

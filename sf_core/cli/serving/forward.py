@@ -52,7 +52,8 @@ class Forward:
             await response(scope, receive, send)
 
     async def _pass_on(self, request: Request) -> Response:
-        body, path = await request.body(), request.url.path
+        body = await request.body()
+        path = request.url.path
         self.has_asked = True
         number = self._num_requests
         self._num_requests += 1
@@ -166,5 +167,6 @@ def _read_message(message: dict[str, Any]) -> Iterator[str]:
     yield str(message.get("content") or message.get("text") or "")
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
-        name, arguments = function.get("name"), function.get("arguments") or ""
+        name = function.get("name")
+        arguments = function.get("arguments") or ""
         yield f"calls {name}({arguments})" if name else arguments

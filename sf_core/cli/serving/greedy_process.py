@@ -37,7 +37,8 @@ def store_greedy_answers(run: RunDirectory, version: int, task_ids: Collection[s
     # groups of one session, as an agent outside declares them
     alone = {"group_size": 1, "groups_per_batch": len(tasks), "outside_groups": len(tasks), "gate": All()}
     chosen = {"curriculum": None, "spare_sessions": 0, "least_sessions": None, "temperature": 0.0}
-    rollout, key = config.rollout.model_copy(update={**alone, **chosen}), secrets.token_urlsafe(24)
+    rollout = config.rollout.model_copy(update={**alone, **chosen})
+    key = secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory(prefix="sf-greedy-") as folder:
         run_dir = f"{folder}/{NAME}"
         with local_plane(policy, name=NAME, run_dir=run_dir, rollout=rollout, key=key) as plane:
@@ -48,14 +49,16 @@ def store_greedy_answers(run: RunDirectory, version: int, task_ids: Collection[s
 async def _answer_all(
     config: RunConfig, tasks: list[Task], plane: LocalPlane, key: str
 ) -> dict[str, GivenAnswer]:
-    environment, rules = config.environment, config.rollout
+    environment = config.environment
+    rules = config.rollout
     phases = Phases(rules, agent_of(environment), reward_of(environment), prepare_of(environment))
 
     async def answer(task: Task) -> GivenAnswer:
         body = {"size": 1, "task_id": task.task_id, "environment": task.environment}
         asked = await http.post(f"/runs/{NAME}/groups", json=body)
         [opened] = asked.raise_for_status().json()["sessions"]
-        session, work = plane.run.sessions[opened["session_id"]], Work(opened["session_id"])
+        session = plane.run.sessions[opened["session_id"]]
+        work = Work(opened["session_id"])
         endpoint = Endpoint(opened["base_url"], opened["key"], "policy")
         async with limit_time("the agent ran", "session_timeout_s", rules.session_timeout_s):
             given = await phases.run(work, task, endpoint)

@@ -28,7 +28,8 @@ class LocalPlane:
     """The data plane of one run, whose engine is loading or serves."""
 
     def __init__(self, url: str, run: ServedRun) -> None:
-        self.url, self.run = url, run
+        self.url = url
+        self.run = run
         self.is_serving = threading.Event()
         self.failure: BaseException | None = None
         """What ended the engine, if anything did."""
@@ -55,7 +56,9 @@ def local_plane(
         # around it, the application would have no routes in which the server finds its WebSockets
         app.add_middleware(middleware)
     with serve_app(app, host, port) as url:
-        client, config, weights = DataplaneClient(url, name, own_key), policy.config, policy.weights
+        client = DataplaneClient(url, name, own_key)
+        config = policy.config
+        weights = policy.weights
         client.register(
             run_id=name,
             run_dir=run_dir,

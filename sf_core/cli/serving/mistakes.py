@@ -27,7 +27,8 @@ class PhaseError(Exception):
 
     def __init__(self, phase: str, error: BaseException, function: Callable[..., Any] | None = None) -> None:
         super().__init__(phase)
-        self.phase, self.error = phase, error
+        self.phase = phase
+        self.error = error
         self._function = function
 
     def sentence(self) -> str:

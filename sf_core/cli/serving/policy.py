@@ -37,7 +37,8 @@ def open_stored(uri: str, version: int | None, engine: str | None = None) -> Pol
     """A version of the policy of a run, by default the newest published one. Raises ValueError with one
     sentence if there is no such run or version; it names the versions that are kept."""
     view = open_run(uri)
-    run, config = view.run, read_with_derived(view.run)
+    run = view.run
+    config = read_with_derived(view.run)
     if not trainer_kind(config).computes_weights:
         raise ValueError(f"run {run.run_id} is emulated and has no policy to serve")
     version = view.progress().published if version is None else version
@@ -90,7 +91,8 @@ def _policy_to_start_from(config: RunConfig, scratch: Path) -> Policy:
 
 def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
     if config.policy.model is not None:
-        source, about = Path(policy_folder(config.policy.model)), config.policy.model
+        source = Path(policy_folder(config.policy.model))
+        about = config.policy.model
         check_model_folder(str(source))
     elif (source := warm_folder(config)).is_dir():
         about = "the built-in policy after its warm start"
@@ -115,7 +117,8 @@ def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
 def fit_to_this_process(policy: Policy) -> RunConfig:
     """The settings with the built-in engine in place of one that starts a server, unless the policy sees, and
     with room for the few requests that one agent sends at once."""
-    config, sees = policy.config, read_sight(policy.start_dir) is not None
+    config = policy.config
+    sees = read_sight(policy.start_dir) is not None
     kind = "torch" if config.engine.kind == "vllm" and not sees else config.engine.kind
     few = {"kind": kind, "max_running": min(config.engine.max_running, 8)}
     return config.model_copy(update={"engine": config.engine.model_copy(update=few)})

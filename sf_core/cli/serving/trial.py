@@ -75,12 +75,14 @@ def run_trial(
     names_run = any(change.partition("=")[0].strip() == "run_id" for change in overrides)
     if names_run and elsewhere is None:
         check_run(config)
-    printer, fault = Printer(Console(quiet=True) if as_json else console), None
+    printer = Printer(Console(quiet=True) if as_json else console)
+    fault = None
     try:
         with nothing_else_printed(as_json):
             try_one(config, split, index, elsewhere, printer)
     except PhaseError as error:
-        fault, printer.record["error"] = error, error.facts()
+        fault = error
+        printer.record["error"] = error.facts()
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if as_json:
@@ -117,8 +119,10 @@ async def _run(
     config: RunConfig, task: Task, served: _Served, printer: Printer, judges: Judges | None
 ) -> dict[str, Any]:
     """The fields of a report on the session."""
-    environment, rules = config.environment, config.rollout
-    agent, reward = agent_of(environment), reward_of(environment)
+    environment = config.environment
+    rules = config.rollout
+    agent = agent_of(environment)
+    reward = reward_of(environment)
     phases = Phases(rules, agent, reward, prepare_of(environment), judges=judges)
     work = Work(NAME)
     async with not_blocking(), judges or nullcontext():
@@ -204,7 +208,8 @@ def _with_policy(config: RunConfig, task: Task, printer: Printer) -> Iterator[_S
     with tempfile.TemporaryDirectory(prefix="sf-try-") as folder:
         policy = policy_to_try(config, Path(folder))
         printer.policy(policy.about)
-        rollout, run_dir = policy.config.rollout.model_copy(update={**alone, **chosen}), f"{folder}/{NAME}"
+        rollout = policy.config.rollout.model_copy(update={**alone, **chosen})
+        run_dir = f"{folder}/{NAME}"
         # nobody else takes the place of the only group
         key = secrets.token_urlsafe(24)
         with local_plane(policy, name=NAME, run_dir=run_dir, rollout=rollout, key=key) as plane:

@@ -100,7 +100,8 @@ def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
     """End the process worker and its flow runs while the server can record it; otherwise they would stay
     Running for ever, and no other run would start."""
     worker = psutil.Process(call(folder, "getProcessInfo", processes.PREFECT_WORKER)["pid"])
-    environment, started = worker.environ(), worker.children(recursive=True)
+    environment = worker.environ()
+    started = worker.children(recursive=True)
     runs = {process: run for process, run in find_carriers(FLOW_RUN) if process in started}
     if not runs:
         return

@@ -58,7 +58,8 @@ class SweepError(RuntimeError):
 def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> None:
     """Run what is left of the sweep, and print its table. In any case, every process started here has ended
     afterwards."""
-    name, left = opened.sweep.name, unfinished(opened)
+    name = opened.sweep.name
+    left = unfinished(opened)
     num_runs = len(opened.sweep.runs)
     if not left:
         console.print(f"sweep {name}: all {num_runs} runs are finished", soft_wrap=True)

@@ -31,12 +31,14 @@ def _part(path: str) -> Iterator[str]:
     """The part of the page at this path: within its sections as far as these are of one kind and not empty,
     else as comments, for each kind that has the setting."""
     # the name of a kind is explained with its section
-    names, depth = path.removesuffix(".kind").split("."), 0
+    names = path.removesuffix(".kind").split(".")
+    depth = 0
     settings: Settings = RunConfig()
     while len(names) > depth + 1 and isinstance(inner := getattr(settings, names[depth], None), Settings):
         if len(models_of(type(settings).model_fields[names[depth]].annotation)) > 1:
             break
-        settings, depth = inner, depth + 1
+        settings = inner
+        depth = depth + 1
     if len(names) == depth + 1 and names[-1] in type(settings).model_fields:
         yield from (f"{'  ' * level}{name}:" for level, name in enumerate(names[:-1]))
         yield textwrap.indent("\n".join(_entry(settings, names[-1])), "  " * depth)
@@ -54,9 +56,11 @@ def _describe(
     for kind, model in owners:
         if (field := model.model_fields.get(name)) is None:
             continue
-        within, annotation = rest, field.annotation
+        within = rest
+        annotation = field.annotation
         if get_origin(annotation) is dict:
-            annotation, within = get_args(annotation)[1], rest[1:]
+            annotation = get_args(annotation)[1]
+            within = rest[1:]
         if not within:
             yield from _comment(f"{path}{kind and f' of kind {kind}'}: {_tell(field)}")
         else:
@@ -88,7 +92,8 @@ def _section(settings: Settings) -> Iterator[str]:
 
 
 def _entry(settings: Settings, name: str) -> Iterator[str]:
-    field, value = type(settings).model_fields[name], getattr(settings, name)
+    field = type(settings).model_fields[name]
+    value = getattr(settings, name)
     plain = settings.model_dump(mode="json", include={name})
     section = value if isinstance(value, Settings) else None
     yield from _comment(field.description or inspect.getdoc(section) or "")

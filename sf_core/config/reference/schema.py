@@ -56,7 +56,8 @@ class _FileSchema(GenerateJsonSchema):
         return inner if pattern is None else inner | {"pattern": f"^({pattern})$"}
 
     def function_before_schema(self, schema: Any) -> JsonSchemaValue:
-        inner, function = super().function_before_schema(schema), schema["function"]["function"]
+        inner = super().function_before_schema(schema)
+        function = schema["function"]["function"]
         if not isinstance(function, NameKind):
             return inner
         kinds = {

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from sf_core.dataplane.chat.tool_formats import CallSplitter, ToolCall, overlap
 
-THINK_START, THINK_END = "<think>", "</think>"
+THINK_START = "<think>"
+THINK_END = "</think>"
 
 
 class Reasoning(NamedTuple):
@@ -24,7 +25,8 @@ class AnswerStream:
     around reasoning and calls is dropped where no other content follows it."""
 
     def __init__(self, splitter: CallSplitter | None, reasoning: ReasoningSplitter | None = None) -> None:
-        self._splitter, self._reasoning = splitter, reasoning
+        self._splitter = splitter
+        self._reasoning = reasoning
         self._blank = ""
         """Held back white space before content or after a call: content only if more content follows."""
         self._follows_call = False
@@ -73,7 +75,8 @@ class AnswerStream:
             self._follows_call = True
             return [part]
         if not self.content or self._follows_call:
-            part, self._blank = self._blank + part, ""
+            part = self._blank + part
+            self._blank = ""
             if not part.strip():
                 self._blank = part
                 return []
@@ -104,7 +107,8 @@ class ReasoningSplitter:
         if not self.found:
             head = self._text.lstrip()
             if head.startswith(THINK_START):
-                self.found, self._text = True, head[len(THINK_START) :]
+                self.found = True
+                self._text = head[len(THINK_START) :]
             elif THINK_START.startswith(head):
                 return "", ""
             else:
@@ -125,7 +129,8 @@ class ReasoningSplitter:
         return (self._trim(rest), "") if self.found and not self._is_over else ("", rest)
 
     def _take(self, length: int) -> str:
-        text, self._text = self._text[:length], self._text[length:]
+        text = self._text[:length]
+        self._text = self._text[length:]
         return text
 
     def _trim(self, text: str) -> str:
@@ -155,5 +160,6 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held

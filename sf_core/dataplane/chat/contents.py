@@ -179,7 +179,8 @@ def read_picture(part: dict[str, Any], where: str, left_out: LeftOut) -> Part:
     """A part with a picture, in the form of any API that has such parts."""
     held = part.get("image_url") or part.get("source") or part
     held = held if isinstance(held, dict) else {"url": held}
-    data, url = held.get("data"), held.get("url")
+    data = held.get("data")
+    url = held.get("url")
     if isinstance(url, str) and url.startswith("data:"):
         head, _, data = url.partition(",")
         data = data if head.endswith(";base64") else None

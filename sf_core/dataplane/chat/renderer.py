@@ -173,7 +173,8 @@ class Renderer:
         """See ChatTemplate.render. With `opens_answer` the text ends where an answer begins. Texts are shown
         as `mend` makes them."""
         if self.placeholder is not None:
-            messages, tools = [self.mend(one) for one in messages], [self.mend(one) for one in tools]
+            messages = [self.mend(one) for one in messages]
+            tools = [self.mend(one) for one in tools]
         variables = self._special | self.options | {"add_generation_prompt": opens_answer}
         return self.templates.of(tools).render(messages, tools, variables, num_first)
 
@@ -211,7 +212,8 @@ class Renderer:
         """Raises TemplateError if a rendering shows not just the pictures of its messages."""
         if self.placeholder is None:
             return
-        num_shown, num_pictures = text.count(self.placeholder.text), len(list_pictures(messages))
+        num_shown = text.count(self.placeholder.text)
+        num_pictures = len(list_pictures(messages))
         if num_shown != num_pictures:
             raise jinja2.TemplateError(
                 f"the rendered prompt shows {num_shown} pictures, but the messages have {num_pictures}"
@@ -346,7 +348,8 @@ class TextStream:
         text = self._decode(self._ids[self._start :])
         if text.endswith(_REPLACEMENT) or len(text) <= len(before):
             return ""
-        self._start, self._done = self._done, len(self._ids)
+        self._start = self._done
+        self._done = len(self._ids)
         return text[len(before) :]
 
     def flush(self) -> str:

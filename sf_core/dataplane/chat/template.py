@@ -24,7 +24,8 @@ from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
 from storage.files import read_bytes
 
-DEFAULT, WITH_TOOLS = "default", "tool_use"
+DEFAULT = "default"
+WITH_TOOLS = "tool_use"
 """Names of the template that counts, and of the one that counts before it for requests with tools."""
 
 

@@ -117,7 +117,8 @@ def keeps_rows(render: Render, role: str, *, after_reasoning: bool) -> bool:
 
 def _extends(render: Render, history: list[Message], added: list[Message], tools: list[Tool]) -> bool:
     try:
-        before, whole = render(history, tools), render([*history, *added], tools)
+        before = render(history, tools)
+        whole = render([*history, *added], tools)
     except jinja2.TemplateError:
         return True  # such a request is refused
     said = [word for word in ("said", "why", "find") if word in str(added[0])]
@@ -151,7 +152,8 @@ _Probe = tuple[list[Message], list[Message], list[Tool]]
 def _holds(render: Render, probe: _Probe) -> bool:
     history, added, tools = probe
     try:
-        whole, before = render([*history, *added], tools), render(history, tools)
+        whole = render([*history, *added], tools)
+        before = render(history, tools)
     except jinja2.TemplateError:
         return True  # cannot be rendered either way: such a request is refused
     beginning = opening(history)

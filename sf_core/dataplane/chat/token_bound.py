@@ -56,7 +56,8 @@ class TokenBound:
         could be."""
         if not self._longest or 4 * len(text) < enough < float("inf"):
             return 0
-        counts, bound = np.zeros(256, np.int64), 0.0
+        counts = np.zeros(256, np.int64)
+        bound = 0.0
         for start in range(0, len(text), PIECE):
             data = text[start : start + PIECE].encode()
             counts += np.bincount(np.frombuffer(data, np.uint8), minlength=256)

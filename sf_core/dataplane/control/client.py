@@ -17,7 +17,8 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 from sf_core.dataplane.bodies import EngineStatus, RunStatus
 from sf_core.waits import Wait, waiting_for
 
-CONNECT_S, ANSWER_S = 5.0, 120.0
+CONNECT_S = 5.0
+ANSWER_S = 120.0
 
 LONG_POLL_S = 10.0
 """Seconds for which one request waits for a batch before it is repeated."""
@@ -77,7 +78,8 @@ class DataplaneClient:
         direct = httpx.HTTPTransport(verify=tls())
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=direct)
         self._run = f"/runs/{run_id}"
-        self._patience_s, self._timeout_s = patience_s, timeout_s
+        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._stage: dict[str, Any] | None = None
         """The stage that was last reported; a long wait is shown with it."""
 

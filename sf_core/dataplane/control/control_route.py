@@ -50,8 +50,12 @@ class ControlRoute(Route):
         background until it can. A confirmed route answers 409 if a later attempt of its run has begun
         (ServedRun.confirm). `answers` is a media type."""
         super().__init__(path, self._answer, methods=[method])
-        self.method, self.summary, self.refusals = method, summary, refusals
-        self.recorded, self.confirmed, self.answers = recorded, confirmed, answers
+        self.method = method
+        self.summary = summary
+        self.refusals = refusals
+        self.recorded = recorded
+        self.confirmed = confirmed
+        self.answers = answers
         self.takes: dict[str, Any] = get_type_hints(handler)
         """Types of the handler's parameters by name."""
         self.takes.pop("return")

@@ -32,7 +32,8 @@ class Outbox:
     def __init__(self, max_bytes: int, on_full: Callable[[], None]) -> None:
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self._num_bytes = 0
-        self._max_bytes, self._on_full = max_bytes, on_full
+        self._max_bytes = max_bytes
+        self._on_full = on_full
 
     def put(self, frame: bytes) -> None:
         if self._num_bytes + len(frame) > self._max_bytes:

@@ -20,7 +20,8 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.recipes.gates import Kind
 
-_BRANCH, _REJECTED = "branches.", "rejected_groups."
+_BRANCH = "branches."
+_REJECTED = "rejected_groups."
 """Prefixes of those counters of a run whose names end with a reason."""
 
 _ENDS = {
@@ -37,7 +38,8 @@ class PlaneMetrics(Collector):
     it hung. Its counters stay, or sums over runs would fall."""
 
     def __init__(self, runs: Mapping[str, ServedRun], memory: Memory) -> None:
-        self._runs, self._memory = runs, memory
+        self._runs = runs
+        self._memory = memory
 
     def collect(self) -> Iterable[Metric]:
         per_run = ["run"]

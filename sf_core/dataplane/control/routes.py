@@ -33,7 +33,8 @@ from sf_core.dataplane.sessions.view import session_tree
 from sf_core.types import WeightsRef
 
 RUN = "/runs/{run_id}"
-BATCH, EVALUATION = RUN + "/batches/{index:int}", RUN + "/evaluations/{index:int}"
+BATCH = RUN + "/batches/{index:int}"
+EVALUATION = RUN + "/evaluations/{index:int}"
 
 AT_ONCE = 512
 """Sessions that are ended between two other requests; they share one write of the journal."""
@@ -53,7 +54,8 @@ def _declare(
     return add_route
 
 
-_get, _post = partial(_declare, "GET"), partial(_declare, "POST")
+_get = partial(_declare, "GET")
+_post = partial(_declare, "POST")
 
 # --- sessions
 
@@ -118,7 +120,8 @@ async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
     for at in range(0, len(body.sessions), AT_ONCE):
         ending = (_finish_one(run, report) for report in body.sessions[at : at + AT_ONCE])
         ends += await asyncio.gather(*ending, return_exceptions=True)
-    finished, refused = [], {}
+    finished = []
+    refused = {}
     for report, end in zip(body.sessions, ends, strict=True):
         if isinstance(end, ApiError) and end.retry_after_s is None:
             refused[report.session_id] = end.message

@@ -32,7 +32,9 @@ def evaluation_status(run: ServedRun, group: Group) -> dict[str, Any]:
 
 
 def run_status(run: ServedRun) -> RunStatus:
-    ledger, router, recent = run.state.ledger, run.router, run.state.recent
+    ledger = run.state.ledger
+    router = run.router
+    recent = run.state.recent
     ready = run.readiness(ledger.next_batch)
     return {
         "run_id": run.spec.run_id,

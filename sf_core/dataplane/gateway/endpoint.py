@@ -53,7 +53,9 @@ class TurnEndpoint:
     """The endpoint that answers with turns, in one dialect."""
 
     def __init__(self, dialect: Dialect, find_session: FindSession, order: Order) -> None:
-        self._dialect, self._find_session, self._order = dialect, find_session, order
+        self._dialect = dialect
+        self._find_session = find_session
+        self._order = order
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = await read_body(receive, MAX_PICTURE_BYTES)
@@ -80,7 +82,9 @@ class TurnEndpoint:
 
     async def _open(self, data: bytes, scope: Scope) -> tuple[Asked, list[Subscriber]]:
         asked = await _read(data, scope, self._dialect, self._find_session)
-        turns, session, requests = asked.turns, asked.session, asked.requests
+        turns = asked.turns
+        session = asked.session
+        requests = asked.requests
         for kind, number in asked.told.items():
             turns.counters[f"left_out.{kind}"] += number
 
@@ -109,11 +113,14 @@ class TokenCount:
 
     def __init__(self, dialect: Dialect, field: str, find_session: FindSession) -> None:
         """`field` of the response holds the number."""
-        self._dialect, self._field, self._find_session = dialect, field, find_session
+        self._dialect = dialect
+        self._field = field
+        self._find_session = find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # a dialect may require max_tokens, which a count does not have
-        data, missing = await read_body(receive, MAX_PICTURE_BYTES), {"max_tokens": 1}
+        data = await read_body(receive, MAX_PICTURE_BYTES)
+        missing = {"max_tokens": 1}
         asked = await _read(data, scope, self._dialect, self._find_session, missing)
         await _show_pictures(asked.requests[0], asked.turns)
         is_long = len(data) > SMALL_CHARACTERS
@@ -169,7 +176,8 @@ def _ask(
     is_mended: bool,
     is_large: bool,
 ) -> Asked:
-    rules, sees = turns.spec.rollout, turns.renderer.sight is not None
+    rules = turns.spec.rollout
+    sees = turns.renderer.sight is not None
     done = dialect.done_fields | (dialect.schema_fields if turns.spec.follows_grammars else frozenset())
     body = normalise(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
     requests = dialect.parse(body, session, sees)
@@ -198,7 +206,8 @@ def _ask(
 
 async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
     """Have the pictures of a request made and stored. Raises ApiError if one cannot be shown or stored."""
-    sight, pictures = turns.renderer.sight, request.left_out.pictures
+    sight = turns.renderer.sight
+    pictures = request.left_out.pictures
     if sight is None or not pictures:
         return
     if len(pictures) >= turns.spec.context_length:

@@ -25,7 +25,8 @@ class KeptAlive:
     """`send` and `receive` of one exchange. Must be closed when the exchange is over, however it ended."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive, self._send = receive, send
+        self._receive = receive
+        self._send = send
         self._timer: asyncio.TimerHandle | None = None
         self._line: asyncio.Task[None] | None = None
         self._receiver: asyncio.Task[Any] | None = None

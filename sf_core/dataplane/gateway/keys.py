@@ -149,7 +149,9 @@ class KeyCheck:
     """Middleware that checks every request and puts the Caller into the scope of those it lets through."""
 
     def __init__(self, app: ASGIApp, keys: Keys, specs: Callable[[], Iterable[RunSpec]]) -> None:
-        self._app, self._keys, self._specs = app, keys, specs
+        self._app = app
+        self._keys = keys
+        self._specs = specs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

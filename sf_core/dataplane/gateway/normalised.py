@@ -57,7 +57,8 @@ def _is_text(part: Any) -> bool:
 
 def _rest(text: str) -> str:
     """The text without the lines of the header."""
-    kept, end = list[str](), 0
+    kept = list[str]()
+    end = 0
     at = text.find(BILLING_HEADER)
     while at >= 0:
         if at == 0 or _LINE_END.fullmatch(text, at - 1, at):

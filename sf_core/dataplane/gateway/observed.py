@@ -32,7 +32,8 @@ class Observed:
     """Middleware that wraps every request of an agent."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+        self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -50,7 +51,8 @@ class Observed:
             self._note(dialect.name, scope, exchange)
 
     def _note(self, dialect: str, scope: Scope, exchange: _Exchange) -> None:
-        metrics, headers = self._metrics, dict(scope["headers"])
+        metrics = self._metrics
+        headers = dict(scope["headers"])
         metrics.requests.labels(dialect, exchange.status).inc()
         metrics.agent_bytes.labels("to_agents").inc(exchange.num_bytes)
         metrics.agent_bytes.labels("from_agents").inc(int(headers.get(b"content-length", 0)))

@@ -43,5 +43,6 @@ class Fence:
     async def _ask(self) -> bool:
         if self._asking is not None:
             await asyncio.wait([self._asking])
-        self._asking, self._next = self._next, None
+        self._asking = self._next
+        self._next = None
         return await asyncio.to_thread(self._is_superseded)

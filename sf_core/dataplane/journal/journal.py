@@ -222,7 +222,10 @@ class Journal:
         self._end_retrying()
         self._written += self._frames
         self._unsynced += self._for_disk
-        written, self._frames, self._for_kernel, self._for_disk = self._for_kernel, [], [], []
+        written = self._for_kernel
+        self._frames = []
+        self._for_kernel = []
+        self._for_disk = []
         _settle(written)
         is_due = self._unsynced or self.failure or self._file.end > self._file.synced_end + UNSYNCED_BYTES
         if is_due and self._syncing is None:
@@ -234,8 +237,10 @@ class Journal:
             while True:
                 if self._fsync == "group":
                     await asyncio.sleep(GATHER_S)
-                waiting, self._unsynced = self._unsynced, []
-                num_frames, end = len(self._written), self._file.end
+                waiting = self._unsynced
+                self._unsynced = []
+                num_frames = len(self._written)
+                end = self._file.end
                 try:
                     await loop.run_in_executor(self._thread, self._file.sync)
                 except OSError as error:
@@ -252,8 +257,10 @@ class Journal:
 
     def _take_back(self, waiting: list[Waiter], error: OSError) -> None:
         """Queue unsynced frames again: a failed fsync may have discarded them; the next would not tell."""
-        self._frames[:0], self._written = self._written, []
-        self._for_disk[:0], self._unsynced = waiting + self._unsynced, []
+        self._frames[:0] = self._written
+        self._written = []
+        self._for_disk[:0] = waiting + self._unsynced
+        self._unsynced = []
         self._file.end = self._file.synced_end
         self._fail(error)
 
@@ -281,7 +288,9 @@ class Journal:
 
     def _refuse_all(self, error: OSError) -> None:
         waiting = self._for_kernel + self._for_disk
-        self._frames, self._for_kernel, self._for_disk = [], [], []
+        self._frames = []
+        self._for_kernel = []
+        self._for_disk = []
         _settle(waiting, self._refusal(error))
 
     def _notify(self) -> None:

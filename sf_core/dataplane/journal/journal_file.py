@@ -89,7 +89,8 @@ class JournalFile:
                 intact += len(data)
                 if intact >= end + PIECE_BYTES:
                     yield piece
-                    piece, end = [], intact
+                    piece = []
+                    end = intact
             self._end_read(file, intact)
         if piece:
             yield piece

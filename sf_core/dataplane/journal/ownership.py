@@ -37,7 +37,8 @@ class Ownership:
     """The lock of one journal, which is taken before the journal is first read or written."""
 
     def __init__(self, journal: Path, owner: Owner) -> None:
-        self._journal, self._owner = journal, owner
+        self._journal = journal
+        self._owner = owner
         self._attempt: int | None = None
         self._lock: FileLock | None = None
 

@@ -24,7 +24,8 @@ from storage.media import store_picture
 NUM_KNOWN = 20_000
 """Number of pictures of a run that are known without being decoded again; each takes some 500 bytes."""
 
-QUICK_S, SLOW_S = 0.5, 10.0
+QUICK_S = 0.5
+SLOW_S = 10.0
 """Most CPU seconds of a picture in each lane. On a slow core a photograph of 12 megapixels takes 0.2 s, and
 the largest pictures take 2 s."""
 

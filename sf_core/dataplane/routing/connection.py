@@ -156,13 +156,15 @@ class EngineConnection:
         self._expect()
         self.count_time()
         self.in_flight[generation.request_id] = self.unproven[generation.request_id] = generation
-        generation.num_prefill, generation.num_decode = num_prefill, num_decode
+        generation.num_prefill = num_prefill
+        generation.num_decode = num_decode
         self.outstanding += num_prefill + num_decode
 
     def prove(self, generation: Generation) -> None:
         """Note that a request got a token: it does not end the engine."""
         if self.unproven.pop(generation.request_id, None) is not None:
-            generation.suspicion, generation.num_faults = None, 0
+            generation.suspicion = None
+            generation.num_faults = 0
 
     def count_progress(self, generation: Generation, num_tokens: int) -> None:
         """Count sampled tokens: the prompt is in the KV cache, and that many fewer are outstanding."""

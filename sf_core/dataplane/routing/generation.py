@@ -115,7 +115,8 @@ class Generation:
             self.on_start(version)
             self.on_start = None
         self.started_at = self.started_at or time.monotonic()
-        asked, produced = self.request, len(self.token_ids)
+        asked = self.request
+        produced = len(self.token_ids)
         return replace(
             asked,
             prompt_ids=array("i", asked.prompt_ids) + self.token_ids if produced else asked.prompt_ids,
@@ -129,7 +130,8 @@ class Generation:
         """Why a chunk is invalid, as a predicate whose subject is the engine; None if it is valid.
 
         `newest` is the version that the engine was last told to hold; ids are below `num_ids`."""
-        ids, logprobs = chunk.token_ids, chunk.logprobs
+        ids = chunk.token_ids
+        logprobs = chunk.logprobs
         if len(ids) != len(logprobs):
             return f"sent {len(ids)} tokens with {len(logprobs)} log-probs"
         if not ids:

@@ -33,7 +33,8 @@ class StreamPace:
         self._due.append(wake)
 
     def _round(self) -> None:
-        due, self._due = self._due, []
+        due = self._due
+        self._due = []
         self._next_at = asyncio.get_running_loop().time() + self._event_s * len(due)
         for wake in due:
             wake()

@@ -238,7 +238,8 @@ class Router:
         """Note that the engine cannot take this version and serves on with the one it has."""
         log.warning("engine %s refuses version %d: %s", engine.engine_id, version, reason)
         engine.heard_at = time.monotonic()
-        engine.refused_version, engine.refusal = version, reason
+        engine.refused_version = version
+        engine.refusal = reason
         self._changed.notify()
 
     def confirm_pause(self, engine: EngineConnection) -> None:

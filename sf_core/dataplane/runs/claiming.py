@@ -143,7 +143,8 @@ def _give_out(run: ServedRun, name: str, limit: int, sessions: list[Session]) ->
 
 
 def _open_claimed(run: ServedRun, runner: str, limit: int) -> list[Session]:
-    ledger, run_id = run.state.ledger, run.spec.run_id
+    ledger = run.state.ledger
+    run_id = run.spec.run_id
     for admitted in decide.admit(ledger, limit, run.memory.is_full):
         if run.spec.rollout.chooses:
             run.record(admitted)

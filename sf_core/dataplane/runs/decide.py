@@ -68,7 +68,8 @@ def declare(ledger: Ledger, size: int) -> list[Claim]:
     """The sessions of a new group from outside; none if no batch within the lag bound has a place."""
     if len(_list_groups(ledger, outside=True)) >= _num_admissible(ledger, outside=True):
         return []
-    index, attempt = ledger.next_group, ledger.first_attempt
+    index = ledger.next_group
+    attempt = ledger.first_attempt
     return [Claim(SessionSlot("train", index, member), attempt, 0, True) for member in range(size)]
 
 

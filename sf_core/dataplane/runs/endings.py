@@ -153,12 +153,14 @@ def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBod
         report = report.model_copy(update={"output": session.output})
     if refuse_other_task(run, session):
         return None
-    refusal, error = None, report.error or ""
+    refusal = None
+    error = report.error or ""
     try:
         result = _take_out(run, session, report)
     except Exception as raised:  # whatever it is must not cost the place
         refusal = _refuse_unrecorded(session, raised)
-        error, earned = refusal.message, run.spec.rollout.failed_reward
+        error = refusal.message
+        earned = run.spec.rollout.failed_reward
         result = FinishedSession(
             session.session_id, claim, earned, session.environment, None, None, [], "not_recorded"
         )
@@ -258,7 +260,8 @@ def refuse_other_task(run: ServedRun, session: Session) -> bool:
 
 async def end_expired(run: ServedRun) -> None:
     """End the sessions whose time is over."""
-    rules, now = run.spec.rollout, run.state.serving_s
+    rules = run.spec.rollout
+    now = run.state.serving_s
     expired = [s for s in run.sessions.values() if s.began_at + time_of(s, rules) < now]
     ending = (
         _end_expired(run, s) for s in expired if s.session_id not in run.closing and not _is_unjudged(run, s)
@@ -271,7 +274,8 @@ def _is_unjudged(run: ServedRun, session: Session) -> bool:
     scores tells of the end of its time by itself, and whether it waits for a judge."""
     if session.answer is None or session.is_external:
         return False
-    rules, age = run.spec.rollout, run.state.serving_s - session.began_at
+    rules = run.spec.rollout
+    age = run.state.serving_s - session.began_at
     is_waiting = run.spec.scored_apart and not session.scoring
     is_late = bool(session.scoring) and age < rules.score_timeout_s + SCORING_GRACE_S
     return bool(session.num_unjudged) or is_waiting or is_late
@@ -312,9 +316,11 @@ def _describe_failure(report: FinishBody, session: Session, rules: RolloutConfig
 def _report_expired(session: Session, rules: RolloutConfig) -> FinishBody:
     """The report of a session whose time is over."""
     limit = f"{time_of(session, rules):g} s"
-    error, cause = f"ran longer than {limit}", "time"
+    error = f"ran longer than {limit}"
+    cause = "time"
     if session.answer is not None:
-        error, cause = f"got no reward within {limit} of its answer", "reward"
+        error = f"got no reward within {limit} of its answer"
+        cause = "reward"
     return FinishBody.model_validate({"status": "failed", "cause": cause, "error": error})
 
 

@@ -81,7 +81,8 @@ class Group:
         """Open the place of a running session again, without counting a failure."""
         member = self.members[claim.place.member]
         if member.is_running(claim.attempt):
-            member.progress, member.min_version = Progress.OPEN, None
+            member.progress = Progress.OPEN
+            member.min_version = None
             self._count()
 
     def open(self, claim: Claim) -> None:
@@ -89,7 +90,8 @@ class Group:
         member = self.members[claim.place.member]
         if claim.attempt > member.attempt:
             self.note_given_out(claim)
-            member.progress, member.min_version = Progress.RUNNING, None
+            member.progress = Progress.RUNNING
+            member.min_version = None
             self._count()
 
     def note_given_out(self, claim: Claim) -> None:
@@ -101,12 +103,15 @@ class Group:
     def note_attempts(self, earlier: Group) -> None:
         """Go on counting from the attempts of the group in whose place this one is."""
         for member, before in zip(self.members, earlier.members, strict=False):
-            member.attempt, member.num_failures = before.attempt, before.num_failures
+            member.attempt = before.attempt
+            member.num_failures = before.num_failures
 
     def finish(self, claim: Claim, result: Result | None, min_version: int | None) -> None:
         member = self.members[claim.place.member]
-        member.progress, member.attempt = Progress.DONE, claim.attempt
-        member.result, member.min_version = result, min_version
+        member.progress = Progress.DONE
+        member.attempt = claim.attempt
+        member.result = result
+        member.min_version = min_version
         self._count()
 
     def fail(self, claim: Claim) -> int:
@@ -125,7 +130,8 @@ class Group:
             return
         self.need = min(self.need, left)
         member = self.members[claim.place.member]
-        member.progress, member.min_version = Progress.CUT, None
+        member.progress = Progress.CUT
+        member.min_version = None
         self._count()
 
     @property
@@ -160,6 +166,7 @@ class Group:
         if self.is_complete:
             for member in self.members:
                 if member.progress is not Progress.DONE:
-                    member.progress, member.min_version = Progress.CUT, None
+                    member.progress = Progress.CUT
+                    member.min_version = None
         versions = [member.min_version for member in self.members if member.min_version is not None]
         self.min_version = min(versions, default=None)

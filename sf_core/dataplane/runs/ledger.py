@@ -68,7 +68,9 @@ class Ledger:
 
     def set_rules(self, rules: RolloutConfig, lag_bound: int, num_batches: int) -> None:
         """`num_batches` are those of the whole run: no group is started that none of them needs."""
-        self.rules, self.lag_bound, self.num_batches = rules, lag_bound, num_batches
+        self.rules = rules
+        self.lag_bound = lag_bound
+        self.num_batches = num_batches
         self.tasks.set_rules(rules.curriculum, rules.success, rules.group_size, rules.spare_sessions)
 
     def set_version(self, version: int) -> None:
@@ -94,7 +96,9 @@ class Ledger:
         self.tasks.note(pick)
         if known is not None and known.num_open < known.size:
             # begun by an attempt that chose nothing, so that what it was is told now
-            known.pick, known.version, known.is_told = pick, version, is_told
+            known.pick = pick
+            known.version = version
+            known.is_told = is_told
             return
         group = Group("train", index, pick.size, False, self.first_attempt, pick, version, is_told)
         if known is not None:

@@ -181,7 +181,8 @@ async def _read_past(
 
 
 async def _past_events(spec: RunSpec, journal: Journal, num_events: int | None) -> list[RunEvent]:
-    past, is_ours = list[RunEvent](), True
+    past = list[RunEvent]()
+    is_ours = True
     async with aclosing(journal.replay(read_event)) as events:
         async for event in events:
             if num_events == 0:

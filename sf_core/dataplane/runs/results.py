@@ -121,7 +121,8 @@ def fault_of_parts(report: FinishBody, claim: Claim, spec: RunSpec) -> ApiError 
 
 def row_of(outcome: Outcome, run_id: str) -> dict[str, Any]:
     """An outcome as a row of `outcomes` (storage/tables/outcomes.py)."""
-    pick, results = outcome.pick, outcome.results
+    pick = outcome.pick
+    results = outcome.results
     task = TaskRef("", 0) if pick is None else pick.task
     return {
         "group_id": f"{run_id}.g{outcome.group}",
@@ -231,7 +232,8 @@ class RecentResults:
     def forget_failures(self) -> None:
         """Reset the failures, whose cause may have been mended."""
         self.discarded.clear()
-        self.failures_in_a_row, self.last_error = 0, ""
+        self.failures_in_a_row = 0
+        self.last_error = ""
 
     @property
     def mean_reward(self) -> float | None:

@@ -80,7 +80,9 @@ class ServedRun:
         journal: Journal,
         grace_s: float = DataplaneOptions.grace_s,
     ) -> None:
-        self.state, self.renderer, self.journal = state, renderer, journal
+        self.state = state
+        self.renderer = renderer
+        self.journal = journal
         self.router = Router(state.weights, limits_of(state.spec), renderer.num_ids)
         self.router.paused |= state.paused
         if state.released:
@@ -230,7 +232,8 @@ class ServedRun:
         """Go on with this state, in which another attempt of the flow is registered."""
         self.state = state
         self.turns.spec = state.spec
-        self.router.closed, self.router.limits = None, limits_of(state.spec)
+        self.router.closed = None
+        self.router.limits = limits_of(state.spec)
         self.router.weights = state.weights
         self.changed.notify()
 

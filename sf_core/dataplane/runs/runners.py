@@ -80,14 +80,16 @@ class Scoring:
     def hold_back(self, session: Session) -> None:
         """Have an answer, which no runner has, wait for others of its group."""
         session.runner = session.scoring = ""
-        session.began_at, session.waits_for_group = math.inf, True
+        session.began_at = math.inf
+        session.waits_for_group = True
 
     def queue_group(self, group: Group, answered: Sequence[Session], now: float) -> None:
         """Queue a group if the last of its sessions has answered; `now` is on the clock of sessions."""
         waiting = [session for session in answered if session.waits_for_group]
         if waiting and len(waiting) == group.num_left:
             for session in waiting:
-                session.waits_for_group, session.began_at = False, now
+                session.waits_for_group = False
+                session.began_at = now
             self.groups.append(group.index)
 
 
@@ -129,4 +131,5 @@ class Effort:
 
 def give_to(runner: str, session: Session) -> None:
     """Have a runner score the answer of a session, under a name that no other claim of it has."""
-    session.runner, session.scoring = runner, secrets.token_hex(8)
+    session.runner = runner
+    session.scoring = secrets.token_hex(8)

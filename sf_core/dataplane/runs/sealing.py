@@ -85,7 +85,8 @@ class Sealer:
             raise
 
     async def _write_batch(self, index: int, attempt: int) -> Answer:
-        run, state = self._run, self._run.state
+        run = self._run
+        state = self._run.state
         if index in state.answers:
             return state.answers[index]
         run.journal.check()
@@ -154,7 +155,8 @@ class Sealer:
         raise ValueError(fault)
 
     async def _write_evaluation(self, version: int, attempt: int) -> Answer:
-        run, results = self._run, self._run.state.results
+        run = self._run
+        results = self._run.state.results
         group = run.state.ledger.evaluations.get(version)
         if group is None or not group.is_complete:
             raise ApiError(409, f"the evaluation of version {version} is not done")

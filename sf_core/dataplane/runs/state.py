@@ -40,7 +40,8 @@ class Dropped(NamedTuple):
 class RunState:
     def __init__(self, spec: RunSpec, memory: Memory) -> None:
         """A run with the progress that `spec` states."""
-        self.spec, self.memory = spec, memory
+        self.spec = spec
+        self.memory = memory
         self.weights = WeightsRef(spec.version, spec.weights_uri)
         self.ledger = Ledger(
             spec.rollout,
@@ -71,7 +72,8 @@ class RunState:
 
     def apply(self, event: RunEvent) -> list[Dropped]:
         """Do what an event does. Returns the sessions that end by it, beside the one that it is about."""
-        sessions, ledger = self.sessions, self.ledger
+        sessions = self.sessions
+        ledger = self.ledger
         match event:
             case events.Registered(spec):
                 self._register(spec)
@@ -198,9 +200,14 @@ class RunState:
         self.results.cut.clear()
         evaluations = self.ledger.evaluations.items()
         fresh.ledger.evaluations = {v: group for v, group in evaluations if v <= self.spec.version}
-        fresh.sessions, fresh.results, fresh.scoring = self.sessions, self.results, self.scoring
-        fresh.revoked_leases, fresh.paused, fresh.serving_s = self.revoked_leases, self.paused, self.serving_s
-        fresh.recent, fresh.counters = self.recent, self.counters
+        fresh.sessions = self.sessions
+        fresh.results = self.results
+        fresh.scoring = self.scoring
+        fresh.revoked_leases = self.revoked_leases
+        fresh.paused = self.paused
+        fresh.serving_s = self.serving_s
+        fresh.recent = self.recent
+        fresh.counters = self.counters
         return fresh
 
     def free_memory(self) -> None:
@@ -220,7 +227,8 @@ class RunState:
         if spec.attempt > self.spec.attempt:
             self.recent.forget_failures()
             self.ledger.forget_dropped()
-        self.spec, self.released = spec, False
+        self.spec = spec
+        self.released = False
         self.ledger.set_rules(spec.rollout, spec.lag_bound, spec.num_batches)
         if spec.version > self.weights.version:
             self.weights = WeightsRef(spec.version, spec.weights_uri)
@@ -240,13 +248,16 @@ class RunState:
                 self.memory.add(session)
 
     def _name(self, session: Session, event: events.Named) -> None:
-        session.task_id, session.environment = event.task_id, event.environment
+        session.task_id = event.task_id
+        session.environment = event.environment
         # an answer that came before this waits for others of its group
         if session.answer is None and session.began_at > self.serving_s:
             session.began_at = self.serving_s
 
     def _answer(self, session: Session, event: events.Answered) -> None:
-        session.answer, session.output, session.began_at = event.answer, event.output, self.serving_s
+        session.answer = event.answer
+        session.output = event.output
+        session.began_at = self.serving_s
         self.memory.weigh(session)
         if self.judges(session):
             self.scoring.hold_back(session)
@@ -368,7 +379,8 @@ class RunState:
         head: list[RunEvent] = [events.Registered(self.spec.model_copy(update=progress))]
         head += map(events.Revoked, sorted(self.revoked_leases))
         head += map(events.Paused, sorted(self.paused, key=str))
-        sessions, unstored = set(self.sessions), set(self.results.opened)
+        sessions = set(self.sessions)
+        unstored = set(self.results.opened)
         groups = {*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected}
         newest = max(ledger.evaluations, default=0)
         needed = events.Needed(self.spec, self.released, sessions, unstored, groups, newest, last)

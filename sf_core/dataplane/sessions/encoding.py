@@ -52,7 +52,9 @@ class Unencoded(NamedTuple):
     def encode(self, forced: str = "", most: float = inf) -> Encoded:
         """`forced` is a text behind it that is no part of the rendering. Raises ContextOverflow if the
         request has as many tokens as `most`."""
-        renderer, text, mark = self.renderer, self.text, self.mark
+        renderer = self.renderer
+        text = self.text
+        mark = self.mark
         try:
             ids = self.name(renderer.encode(text, self.after, most - self.place.at))
         except TooManyTokensError as error:
@@ -98,13 +100,15 @@ def render_request(
 ) -> Unencoded:
     """Render what is not recorded of a request. `matched` is the deepest recorded turn whose conversation
     this one begins with. Raises jinja2.TemplateError."""
-    namer, added = pictures.namer(conversation.messages, renderer.sight), list[Message]()
+    namer = pictures.namer(conversation.messages, renderer.sight)
+    added = list[Message]()
     if matched is not None:
         added = conversation.messages[matched.prompt.num_messages + 1 :]
         rest = _render_after_prompt(conversation, matched, tools, renderer)
         if rest is not None and (extension := _extend(matched, rest, added, renderer, namer)):
             return extension
-    messages, num_first = list(conversation.messages), None
+    messages = list(conversation.messages)
+    num_first = None
     for turn in matched.conversation() if matched else ():
         # agents send answers back without their reasoning; the template decides how much of it is shown
         num_first = turn.prompt.num_messages
@@ -168,12 +172,15 @@ def _extend(
 def _last_common_seam(matched: Turn, text: str) -> tuple[TreePosition, TextMark]:
     """The last seam in the conversation's recorded tokens up to which their text is a prefix of this one."""
     prompts = [turn.prompt for turn in matched.conversation() if turn.prompt.seam is not None]
-    place, last, mark = TreePosition(None, 0), NO_TEXT, NO_TEXT
+    place = TreePosition(None, 0)
+    last = NO_TEXT
+    mark = NO_TEXT
     for prompt in sorted(prompts, key=lambda prompt: prompt.seam.text.length if prompt.seam else 0):
         assert prompt.seam is not None
         if prompt.seam.text.length > len(text):
             break
         mark = mark.extend(text[mark.length : prompt.seam.text.length])
         if mark == prompt.seam.text:
-            place, last = place_at(prompt, prompt.seam.num_tokens), mark
+            place = place_at(prompt, prompt.seam.num_tokens)
+            last = mark
     return place, last

@@ -95,7 +95,8 @@ def export_session(
 
 def _find_shared(path: _Path, reach: _Reach) -> tuple[int | None, int]:
     """The branch this path forks from, and how many tokens they share; (None, 0) for a new root."""
-    branch, shared = None, 0
+    branch = None
+    shared = 0
     for node, end in path:
         if node not in reach:
             break
@@ -140,10 +141,12 @@ def _columns(path: _Path, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     logprobs = np.full(length, np.nan, dtype=np.float32)
     versions = np.full(length, NOT_SAMPLED, dtype=np.int32)
     for node, end in path:
-        part, num = slice(node.start, end), end - node.start
+        part = slice(node.start, end)
+        num = end - node.start
         token_ids[part] = node.ids[:num]
         if isinstance(node, Turn):
-            logprobs[part], versions[part] = node.logprobs[:num], node.versions[:num]
+            logprobs[part] = node.logprobs[:num]
+            versions[part] = node.versions[:num]
     return token_ids, logprobs, versions
 
 
@@ -160,7 +163,8 @@ def _spans(path: _Path, stop_ids: tuple[int, ...], rewards: Mapping[Turn, float 
     spans: list[TurnSpan] = []
     for node, end in path:
         if isinstance(node, Turn):
-            sampling, is_whole = node.sampling, end == node.end
+            sampling = node.sampling
+            is_whole = end == node.end
             spans.append(
                 TurnSpan(
                     "assistant",

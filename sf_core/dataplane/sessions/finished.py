@@ -19,7 +19,9 @@ from sf_core.pictures.sight import Sight
 from storage.tables.judgements import Judgement
 from storage.tables.schema import Trajectory
 
-RESULT_BYTES, TRAJECTORY_BYTES, SPAN_BYTES = 600, 1000, 200
+RESULT_BYTES = 600
+TRAJECTORY_BYTES = 1000
+SPAN_BYTES = 200
 """Measured memory of the objects, without tokens and texts."""
 
 TOKEN_BYTES = 4 + 1 + 4 + 4

@@ -148,11 +148,13 @@ class Conversations:
         """The conversation of exactly these messages. `options` are further variables of
         the template."""
         tools_key = chain_keys([*tools, dict(options)] if options else tools, [])[0]
-        best, shared = Conversation(tools_key), 0
+        best = Conversation(tools_key)
+        shared = 0
         for conversation in reversed(self._recent):
             num = conversation.num_shared(messages) if conversation.keys[0] == tools_key else 0
             if num > shared:
-                best, shared = conversation, num
+                best = conversation
+                shared = num
                 if num == len(conversation.messages):
                     break
         if shared < len(best.messages):

@@ -35,7 +35,8 @@ class Spent(Counter[str]):
 
 def summarise(judgements: Iterable[Judgement]) -> dict[str, Any]:
     """Means of what was noted, and figures of each judge, as manifests have them."""
-    noted, judges = defaultdict[str, list[float]](list), defaultdict[str, list[Judgement]](list)
+    noted = defaultdict[str, list[float]](list)
+    judges = defaultdict[str, list[Judgement]](list)
     for judgement in judgements:
         if judgement.judge is not None:
             judges[judgement.judge].append(judgement)

@@ -40,7 +40,8 @@ class Memory:
     def weigh(self, item: Sized) -> None:
         """Count an item as it is now; no effect if it is not counted."""
         if item in self._weights:
-            before, self._weights[item] = self._weights[item], item.num_bytes
+            before = self._weights[item]
+            self._weights[item] = item.num_bytes
             self._grow(self._weights[item] - before)
 
     def remove(self, item: Sized) -> None:
@@ -51,7 +52,8 @@ class Memory:
         return self.num_bytes > self.bound_bytes
 
     def __str__(self) -> str:
-        held, bound = self.num_bytes / 2**20, self.bound_bytes / 2**20
+        held = self.num_bytes / 2**20
+        bound = self.bound_bytes / 2**20
         return f"memory: {held:,.1f} of {bound:,.1f} MB held"
 
     def _grow(self, num_bytes: int) -> None:

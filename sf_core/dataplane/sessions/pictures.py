@@ -38,7 +38,8 @@ class Pictures:
         if sight is None:
             return lambda ids: ids
         numbers = {sha256: number for number, sha256 in enumerate(self._sizes)}
-        names, lengths = [], []
+        names = []
+        lengths = []
         for part in list_pictures(messages):
             names.append(name_of(numbers.setdefault(part["sha256"], len(numbers))))
             lengths.append(sight.count_tokens(part["height"], part["width"]))
@@ -47,8 +48,10 @@ class Pictures:
             places = np.flatnonzero(ids == sight.token_id)
             if not len(places):
                 return ids
-            named, repeats = ids.copy(), np.ones(len(ids), np.int64)
-            named[places], repeats[places] = names[-len(places) :], lengths[-len(places) :]
+            named = ids.copy()
+            repeats = np.ones(len(ids), np.int64)
+            named[places] = names[-len(places) :]
+            repeats[places] = lengths[-len(places) :]
             return np.repeat(named, repeats)
 
         return name

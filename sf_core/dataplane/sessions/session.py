@@ -51,7 +51,8 @@ from storage.tables.judgements import Judgement
 
 __all__ = ["Prompt", "Session", "Turn"]
 
-SESSION_BYTES, PROMPT_BYTES = 2500, 800
+SESSION_BYTES = 2500
+PROMPT_BYTES = 800
 """Measured memory of the objects, without tokens and texts."""
 
 
@@ -153,7 +154,8 @@ class Session:
 
     def add(self, draft: Draft, encoded: Encoded) -> Prompt:
         """The prompt of a draft."""
-        conversation, matched = draft.conversation, draft.matched
+        conversation = draft.conversation
+        matched = draft.matched
         keys = conversation.keys
         reason = self._branch_reason(keys, draft.messages, matched, encoded.place)
         return self._add_prompt(
@@ -214,7 +216,8 @@ class Session:
     ) -> Turn:
         """Record a finished turn; the agent gets its answer after this."""
         assert generation.finish_reason is not None
-        reason, index = generation.finish_reason, len(self.turns)
+        reason = generation.finish_reason
+        index = len(self.turns)
         turn = Turn.of(generation, prompt, sample, message, reason, num_unparsed_calls, index)
         self._add_turn(turn)
         return turn
@@ -247,7 +250,8 @@ class Session:
 
     def take_unrecorded(self) -> list[Prompt]:
         """Prompts opened since the last call, for the journal."""
-        start, self._num_recorded = self._num_recorded, len(self.prompts)
+        start = self._num_recorded
+        self._num_recorded = len(self.prompts)
         return self.prompts[start:]
 
     def apply(self, event: TurnEvent) -> None:
@@ -308,7 +312,9 @@ class Session:
             self.recorded.remove(recorded)
         else:
             self._add_turn(turn)
-        recorded.turn, recorded.engines, recorded.chunks = turn, turn.engine, []
+        recorded.turn = turn
+        recorded.engines = turn.engine
+        recorded.chunks = []
 
     def _add_abandoned(self, turn: Turn) -> None:
         self.abandoned.append(turn)

@@ -251,18 +251,24 @@ class TokenTree:
 
     def follow(self, place: TreePosition, ids: Ids) -> tuple[TreePosition, Ids]:
         """Walk on from a place while recorded tokens equal `ids`; returns the end and the remaining ids."""
-        node, at = place.node, place.at
+        node = place.node
+        at = place.at
         if node is not None and at < node.end:
             num_common = common_length(node.ids[at - node.start :], ids)
-            at, ids = at + num_common, ids[num_common:]
+            at = at + num_common
+            ids = ids[num_common:]
         while len(ids):
-            longest, best = 0, node
+            longest = 0
+            best = node
             for child in self._children.get((node, at, int(ids[0])), ()):
                 if (num_common := common_length(child.ids, ids)) > longest:
-                    longest, best = num_common, child
+                    longest = num_common
+                    best = child
             if not longest:
                 break
-            node, at, ids = best, at + longest, ids[longest:]
+            node = best
+            at = at + longest
+            ids = ids[longest:]
         return TreePosition(node, at), ids
 
 

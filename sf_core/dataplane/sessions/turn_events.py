@@ -76,7 +76,8 @@ class NewPrompt(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, prompt: Prompt) -> NewPrompt:
-        parent, continues = prompt.parent, prompt.continues
+        parent = prompt.parent
+        continues = prompt.continues
         values = {name: getattr(prompt, name) for name in cls.__struct_fields__} | {
             "parent": None if parent is None else (isinstance(parent, Turn), parent.index),
             "continues": None if continues is None else continues.index,

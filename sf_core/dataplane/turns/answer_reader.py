@@ -26,7 +26,8 @@ class AnswerReader:
     def __init__(self, renderer: Renderer, request: TurnRequest, forced: str, turn_id: str) -> None:
         """`renderer` has the request's template options. `forced` is the beginning of the answer that the
         prompt ends with."""
-        self._renderer, self._turn_id = renderer, turn_id
+        self._renderer = renderer
+        self._turn_id = turn_id
         self.num_read = 0
         """Number of tokens read."""
         self.stops = StopStrings(request.stop)
@@ -57,7 +58,8 @@ class AnswerReader:
         token that completes it."""
         start = self.num_read
         new = generation.token_ids[start:].tolist()
-        parts, self._forced = self._forced, []
+        parts = self._forced
+        self._forced = []
         if not self.reads_singly:
             self.num_read += len(new)
             parts += self.answer.push(self._text.push(self._hide_stops(new)))
@@ -88,8 +90,10 @@ class AnswerReader:
     def _read_logprobs(self, generation: Generation, start: int) -> list[TokenLogprob] | None:
         if self.logprobs is None:
             return None
-        end, renderer = self.num_read, self._renderer
-        ids, logprobs = generation.token_ids[start:end].tolist(), generation.logprobs[start:end].tolist()
+        end = self.num_read
+        renderer = self._renderer
+        ids = generation.token_ids[start:end].tolist()
+        logprobs = generation.logprobs[start:end].tolist()
         pieces = renderer.token_bytes(ids)
         if start == 0 and pieces:
             # the text of an answer has no spaces where SentencePiece marks that it begins with a word

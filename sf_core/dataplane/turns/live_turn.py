@@ -122,7 +122,8 @@ class LiveTurn:
         self.recorded = recorded
         self.prompt = recorded.prompt
         self.turn_id = session.turn_id(self.prompt, recorded.key.sample)
-        self._turns, self._session = turns, session
+        self._turns = turns
+        self._session = session
         self.reader = AnswerReader(renderer, request, self.prompt.forced, self.turn_id)
         if self.prompt is not prompt:
             line = self.prompt.full_ids()
@@ -150,9 +151,14 @@ class LiveTurn:
         self._serving = asyncio.ensure_future(self._serve())
 
     def _make_generation(self, request: TurnRequest, line: array[int], grammar: str, nth: int) -> Generation:
-        turns, session, prompt = self._turns, self._session, self.prompt
-        spec, claim, sample = turns.spec, session.claim, self.recorded.key.sample
-        prompt_ids, pictures = line, list[PictureSpan]()
+        turns = self._turns
+        session = self._session
+        prompt = self.prompt
+        spec = turns.spec
+        claim = session.claim
+        sample = self.recorded.key.sample
+        prompt_ids = line
+        pictures = list[PictureSpan]()
         if (sight := turns.renderer.sight) is not None:
             named = np.frombuffer(prompt_ids, dtype=np.int32)
             ids, pictures = session.pictures.read(named, sight)
@@ -183,7 +189,9 @@ class LiveTurn:
 
     def answer(self) -> Answer:
         """The whole answer, once there are no more pieces."""
-        generation, reader, turn = self._generation, self.reader, self.recorded.turn
+        generation = self._generation
+        reader = self.reader
+        turn = self.recorded.turn
         assert generation.finish_reason is not None and turn is not None
         called = bool(reader.answer.calls) and generation.finish_reason is FinishReason.STOP
         return Answer(
@@ -228,7 +236,8 @@ class LiveTurn:
 
     def set_delivered(self) -> None:
         if self.is_over and self.error is None and not self.recorded.delivered:
-            self.recorded.delivered, self.recorded.unanswered = True, False
+            self.recorded.delivered = True
+            self.recorded.unanswered = False
             if self._journal is not None:
                 self._journal.note(Delivered(self.recorded.key))
 
@@ -262,7 +271,8 @@ class LiveTurn:
 
     async def _sample(self) -> Pieces:
         """Record and publish the parts of the answer as they become final; returns the last ones."""
-        generation, reader = self._generation, self.reader
+        generation = self._generation
+        reader = self.reader
         self._session.running.add(generation)
         if generation.finish_reason is None:
             self._turns.router.submit(generation)
@@ -290,7 +300,8 @@ class LiveTurn:
 
     def _take_chunk(self, end: int) -> Sampled | None:
         """The tokens before this one that are in no event yet."""
-        start, self._num_recorded = self._num_recorded, end
+        start = self._num_recorded
+        self._num_recorded = end
         if start == end:
             return None
         engines = ",".join(self._generation.engines)
@@ -298,11 +309,14 @@ class LiveTurn:
 
     async def _record_end(self) -> None:
         """Put the turn into the session and its end on disk."""
-        counters, num_unparsed = self._turns.counters, self.reader.answer.num_unparsed
-        message, sample = self.reader.make_message(), self.recorded.key.sample
+        counters = self._turns.counters
+        num_unparsed = self.reader.answer.num_unparsed
+        message = self.reader.make_message()
+        sample = self.recorded.key.sample
         turn = self._session.commit(self._generation, self.prompt, sample, message, num_unparsed)
         # no client has the answer yet: if the session ends before that, it is not trained on
-        self.recorded.turn, self.recorded.unanswered = turn, True
+        self.recorded.turn = turn
+        self.recorded.unanswered = True
         counters["unparsed_calls"] += num_unparsed
         if turn.constrained:
             counters["constrained_turns"] += 1
@@ -312,8 +326,11 @@ class LiveTurn:
 
     def _break_off(self) -> None:
         """Keep what was sampled: for a retry if it was refused for now, else among what is abandoned."""
-        turns, session, recorded = self._turns, self._session, self.recorded
-        generation, reader = self._generation, self.reader
+        turns = self._turns
+        session = self._session
+        recorded = self.recorded
+        generation = self._generation
+        reader = self.reader
         refusal = generation.refusal
         event: Sampled | TurnEnded | None
         # a retry cannot name a session that is not among the run's
@@ -328,7 +345,8 @@ class LiveTurn:
         else:
             self._cancel()
             turns.counters["abandoned_turns"] += 1
-            sample, message = recorded.key.sample, reader.make_message()
+            sample = recorded.key.sample
+            message = reader.make_message()
             recorded.turn = session.abandon(generation, self.prompt, sample, message)
             event = TurnEnded.of(recorded.key, recorded.turn, self._num_recorded)
         if self._journal is not None and event is not None:
@@ -348,7 +366,8 @@ class LiveTurn:
 
     def _settle(self) -> None:
         """Make it a recorded turn, if it was put off or is over without a client left."""
-        turns, session = self._turns, self._session
+        turns = self._turns
+        session = self._session
         in_flight = turns.in_flight.get(session.session_id, [])
         if (self._is_put_off or not self._subscribers) and self in in_flight:
             in_flight.remove(self)
@@ -369,7 +388,8 @@ class Subscriber:
 
     async def pieces(self) -> AsyncIterator[Pieces]:
         """All pieces of the turn's answer. Raises what the turn raised."""
-        turn, num_seen = self.turn, 0
+        turn = self.turn
+        num_seen = 0
         while True:
             while num_seen < len(turn.pieces):
                 num_seen += 1

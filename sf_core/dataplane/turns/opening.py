@@ -157,7 +157,8 @@ def _num_characters(drafted: Drafted) -> int:
 
 def _encode(session: Session, draft: Prepared, most: float) -> Encoding:
     """Raises ContextOverflow for a prompt that has as many tokens as `most`."""
-    prompt, renderer = draft.prompt, draft.renderer
+    prompt = draft.prompt
+    renderer = draft.renderer
     try:
         if isinstance(prompt, Draft):
             return prompt.encode(most)

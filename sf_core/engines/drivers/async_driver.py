@@ -35,7 +35,8 @@ class AsyncDriver(Driver):
         engine.tell = self._hear
         self._due: list[Chunk] = []
         """Tokens that the data plane is told of at once, or after the pause."""
-        self._recorded_until, self._has_worked = time.time(), False
+        self._recorded_until = time.time()
+        self._has_worked = False
         """Until when spans tell what it did, and whether it samples since then."""
         self.failure = self._expect_failure()
         """Gets what ends this connection, or the lease."""
@@ -69,7 +70,9 @@ class AsyncDriver(Driver):
 
     async def handle(self, frame: wire.ToEngine) -> None:
         """Do what the data plane says; on `yield`, the engine rests afterwards."""
-        engine, received, version = self.engine, time.time(), self.version
+        engine = self.engine
+        received = time.time()
+        version = self.version
         match frame:
             case wire.Welcome(paused=is_paused) | wire.Pause(is_paused):
                 await (engine.pause() if is_paused else engine.resume())
@@ -104,7 +107,8 @@ class AsyncDriver(Driver):
                     # what the former weights sampled, before the new version
                     self._report()
                     self._record()
-                    before, self.version = self.version, version
+                    before = self.version
+                    self.version = version
                     self._tell_updated(before, time.time(), event)
                     self._record()
                 case WeightsRefusedError():
@@ -125,7 +129,8 @@ class AsyncDriver(Driver):
             self._report()
 
     def _report(self) -> None:
-        chunks, self._due = self._due, []
+        chunks = self._due
+        self._due = []
         self._record(num_tokens(chunks))
         self._tell_chunks(chunks)
 
@@ -137,7 +142,8 @@ class AsyncDriver(Driver):
                 self._spans.add_work(self._recorded_until, now, self.version, tokens)
             else:
                 self._spans.give_back(tokens, self.version)
-        self._recorded_until, self._has_worked = now, not self._is_idle
+        self._recorded_until = now
+        self._has_worked = not self._is_idle
         if self._awaited is not None:
             self._spans.note_load(self._is_idle)
 

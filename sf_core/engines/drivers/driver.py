@@ -28,7 +28,8 @@ class Driver(ABC):
     def __init__(
         self, engine: Any, recorder: Recorder | None = None, on_ready: Callable[[], None] = lambda: None
     ) -> None:
-        self.engine, self._on_ready = engine, on_ready
+        self.engine = engine
+        self._on_ready = on_ready
         self.send: Callable[[bytes], object]
         """Sends a frame to the data plane, over the connection that there is."""
         self._spans = Spans(recorder or NoRecorder())
@@ -96,7 +97,8 @@ class Driver(ABC):
         came at `received` to an engine that held `version`."""
         match frame:
             case wire.Welcome(weights, is_paused):
-                self._is_welcome, self._is_paused = True, is_paused
+                self._is_welcome = True
+                self._is_paused = is_paused
                 self._welcome_version = weights.version
                 if version is not None:
                     self._tell(wire.Updated(version))

@@ -49,7 +49,8 @@ class Spans:
     def add_work(self, start: float, end: float, version: int, tokens: int) -> None:
         if self._span is None or not self._goes_on(start, version):
             self.end_work()
-            self._span, self._version = (start, end), version
+            self._span = (start, end)
+            self._version = version
         self._span = (self._span[0], end)
         self._tokens += tokens
         if tokens and not self._has_sampled:
@@ -65,7 +66,8 @@ class Spans:
     def end_work(self) -> None:
         if self._span is not None:
             self.recorder.add("busy", "sample", *self._span, version=self._version, tokens=self._tokens)
-        self._span, self._tokens = None, 0
+        self._span = None
+        self._tokens = 0
 
     def note_load(self, is_idle: bool) -> None:
         """Weights are on their way. Fetching them beside sampling is no time of its own."""
@@ -78,7 +80,8 @@ class Spans:
     def end_load(self, before: int | None, version: int, started: float) -> None:
         """The engine, which held `before`, holds `version` since a piece of work that began at `started`."""
         self.end_work()
-        since, self.loads_since = self.loads_since or started, None
+        since = self.loads_since or started
+        self.loads_since = None
         self.recorder.add("moving", _label_load(before), since, time.time(), version=version)
 
     def add_wait(self, since: float, is_paused: bool) -> None:
@@ -99,7 +102,8 @@ class Spans:
     def _goes_on(self, start: float, version: int) -> bool:
         assert self._span is not None
         # 0: the clock may have been set back
-        is_close, is_short = start - self._span[1] < BUSY_GAP_S, 0 <= start - self._span[0] < MAX_SPAN_S
+        is_close = start - self._span[1] < BUSY_GAP_S
+        is_short = 0 <= start - self._span[0] < MAX_SPAN_S
         return is_close and is_short and version == self._version
 
 

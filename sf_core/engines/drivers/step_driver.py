@@ -62,7 +62,9 @@ class StepDriver(Driver):
 
     def handle(self, frame: wire.ToEngine) -> None:
         """Do what the data plane says; on `yield`, the engine rests afterwards."""
-        engine, received, version = self.engine, time.time(), self.version
+        engine = self.engine
+        received = time.time()
+        version = self.version
         match frame:
             case wire.Welcome(paused=is_paused) | wire.Pause(is_paused):
                 (engine.pause if is_paused else engine.resume)()
@@ -78,7 +80,9 @@ class StepDriver(Driver):
 
     def step(self) -> None:
         """Let the engine step, and report what it sampled or that it holds new weights."""
-        before, is_idle, started = self.version, self._is_idle, time.time()
+        before = self.version
+        is_idle = self._is_idle
+        started = time.time()
         try:
             chunks = self.engine.step()
         except WeightsRefusedError as error:
@@ -101,7 +105,8 @@ class StepDriver(Driver):
 
     def _still_samples(self) -> bool:
         """Whether the engine, after a step that failed, samples for a request that is known to be sound."""
-        engine, probe = self.engine, GenerationRequest("probe", [0], 0, 1, (), Sampling(temperature=0.0))
+        engine = self.engine
+        probe = GenerationRequest("probe", [0], 0, 1, (), Sampling(temperature=0.0))
         try:
             engine.abort()
             engine.submit(probe)
@@ -115,7 +120,8 @@ class StepDriver(Driver):
 
     def _next_frame(self, socket: Connection) -> wire.ToEngine | None:
         """The next frame; None if there is none and the engine has something to do meanwhile."""
-        loads, is_idle = self._awaited is not None, self._is_idle
+        loads = self._awaited is not None
+        is_idle = self._is_idle
         if loads:
             self._spans.note_load(is_idle)
         started = time.time()

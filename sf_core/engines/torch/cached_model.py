@@ -117,7 +117,8 @@ class DecoderModel:
         self._decoder.run(ids.flatten(), placement.positions.flatten(), attend)
 
     def next_logits(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        spec, num_rows = self._spec, ids.shape[0]
+        spec = self._spec
+        num_rows = ids.shape[0]
         placement = cache.place(None, starts, 1)
         mix = _small_products if self._has_small_products else F.scaled_dot_product_attention
         dtype = torch.float32 if self._has_small_products else self._decoder.embedding.dtype
@@ -139,7 +140,9 @@ def _small_products(
 ) -> torch.Tensor:
     """Attention [n * kv_heads, queries, head_dim] by one small matrix product per sequence and head. In
     bfloat16 the scores are rounded, and their softmax is in float32."""
-    q, keys, values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+    q = q.flatten(0, 1)
+    keys = keys.flatten(0, 1)
+    values = values.flatten(0, 1)
     scale = q.shape[-1] ** -0.5
     if q.dtype == torch.float32:
         scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)

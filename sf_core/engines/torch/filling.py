@@ -23,8 +23,11 @@ _PASS_POSITIONS = 32_768
 def fill(model: CachedModel, cache: KVCache, table: SlotTable) -> None:
     """Fill in KV before the last tokens of running requests, oldest requests first: first of prompts, equal
     ones once, then of what was sampled after them, all of which is missing once weights have changed."""
-    rows, tokens = table.running, table.tokens
-    budget, prompts_end, oldest = _STEP_TOKENS, rows["prompt"] - 1, rows["since"].argsort()
+    rows = table.running
+    tokens = table.tokens
+    budget = _STEP_TOKENS
+    prompts_end = rows["prompt"] - 1
+    oldest = rows["since"].argsort()
     leaders: dict[bytes | int, int] = {}
     followers: dict[int, list[int]] = {}
     for slot in oldest[(rows["cached"] < prompts_end)[oldest]].tolist():
@@ -61,10 +64,13 @@ def _fill_up_to(
             budget -= piece
     pieces.sort(reverse=True)
     while pieces:
-        width, now = pieces[0][0], np.array([slot for _, slot in pieces])
+        width = pieces[0][0]
+        now = np.array([slot for _, slot in pieces])
         reached = cached[now] + np.array([piece for piece, _ in pieces])
         num_rows = max(1, min(_STEP_TOKENS // width, _PASS_POSITIONS // int(reached.max())))
-        now, reached, pieces = now[:num_rows], reached[:num_rows], pieces[num_rows:]
+        now = now[:num_rows]
+        reached = reached[:num_rows]
+        pieces = pieces[num_rows:]
         # A shorter gap is widened to the left, over KV that is there already, so that no sequence grows.
         starts = np.maximum(reached - width, 0)
         ids = table.tokens[now[:, None], starts[:, None] + np.arange(width)]

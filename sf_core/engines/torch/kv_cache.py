@@ -56,7 +56,9 @@ class KVCache:
     ) -> None:
         """`length` is that of the longest sequence allowed. Raises ValueError if the device does not have the
         memory."""
-        self._shape, self._num_slots, self._length = shape, num_slots, length
+        self._shape = shape
+        self._num_slots = num_slots
+        self._length = length
         size = layer_elements(num_slots, shape.num_kv_heads, length, shape.head_dim)
         try:
             self._memory = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
@@ -88,7 +90,8 @@ class KVCache:
     def _move(self, rows: torch.Tensor, capacity: int) -> None:
         """Move a layer's sequences, rows of head_dim, so that they begin `capacity` rows apart, in place: a
         piece at a time, from the side on which there is room."""
-        old, kept = self._capacity, min(capacity, self._capacity)
+        old = self._capacity
+        kept = min(capacity, self._capacity)
         count = 2 * self._num_slots * self._shape.num_kv_heads
         piece = -(-count // _PIECES)
         begins = range(0, count, piece)
@@ -128,7 +131,8 @@ class KVCache:
     def read(self, layer: int, placement: Placement) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, kv_heads, span, head_dim] of the placement's slots."""
         span = placement.span
-        keys, values = self._layers[layer][0, :, :, :span], self._layers[layer][1, :, :, :span]
+        keys = self._layers[layer][0, :, :, :span]
+        values = self._layers[layer][1, :, :, :span]
         if placement.slots is None:
             n = placement.positions.shape[0]
             return keys[:n], values[:n]
@@ -148,7 +152,8 @@ class KVCache:
         """Exchange the first `length` positions of slots a[i] and b[i]."""
         at_once = max(1, _SWAPPED_TOKENS // (2 * length))
         for i in range(0, len(a), at_once):
-            here, there = a[i : i + at_once], b[i : i + at_once]
+            here = a[i : i + at_once]
+            there = b[i : i + at_once]
             for layer in self._layers:
                 layer[:, here + there, :, :length] = layer[:, there + here, :, :length]
 

@@ -52,8 +52,10 @@ class Loader:
         device: torch.device,
     ) -> None:
         """`adapter_dir`: folder of the adapter whose versions are the weights. None: they are the model's."""
-        self._model_dir, self._context_length = model_dir, context_length
-        self._dtype, self._device = dtype, device
+        self._model_dir = model_dir
+        self._context_length = context_length
+        self._dtype = dtype
+        self._device = device
         self._adapters = None if adapter_dir is None else AdapterVersions(adapter_dir)
         self._host = HostWeights()
         # a new thread would not take over how many threads compute
@@ -75,7 +77,8 @@ class Loader:
         """What was begun last, once it is there. Raises, once, what made it fail."""
         if self._coming is None or not self._coming.done():
             return None
-        coming, self._coming = self._coming, None
+        coming = self._coming
+        self._coming = None
         return coming.result()
 
     def cancel(self) -> None:
@@ -100,7 +103,8 @@ class Loader:
                 raise _CancelledError
 
         check()
-        factors, whole = None, weights
+        factors = None
+        whole = weights
         if self._adapters is not None:
             factors = read_factors(self._adapters, weights.uri, self._dtype, self._device)
             if like is not None:

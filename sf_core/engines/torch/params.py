@@ -25,8 +25,11 @@ class CopiedParams(Mapping[str, torch.Tensor]):
         check: Callable[[], None],
     ) -> None:
         """`check` is called before each of them, and raises what shall end the making of a model."""
-        self.shapes, self.dtype, self.device = shapes, dtype, device
-        self._read, self._check = read, check
+        self.shapes = shapes
+        self.dtype = dtype
+        self.device = device
+        self._read = read
+        self._check = check
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.shapes:

@@ -94,19 +94,24 @@ class SlotTable:
 
     def occupy(self, slot: int, request: GenerationRequest, cached: int) -> None:
         """Start the request in an idle slot that holds the KV of its first `cached` tokens."""
-        prompt, sampling = len(request.prompt_ids), request.sampling
+        prompt = len(request.prompt_ids)
+        sampling = request.sampling
         self.tokens[slot, :prompt] = request.prompt_ids
         row = self.rows[slot]
-        row["running"], row["since"] = True, self._tick()
+        row["running"] = True
+        row["since"] = self._tick()
         row["length"] = row["reported"] = prompt
         # what was sampled before an interruption differs between the requests of a group
         row["prompt"] = prompt - request.position
-        row["cached"], row["mixed"] = cached, False
+        row["cached"] = cached
+        row["mixed"] = False
         row["limit"] = min(prompt + request.max_tokens, self._context_length)
         row["report_every"] = 1 if request.stream else _REPORT_EVERY
         row["position"] = request.position
         row["seed"] = sampling.seed
-        row["temperature"], row["top_p"], row["top_k"] = sampling.temperature, sampling.top_p, sampling.top_k
+        row["temperature"] = sampling.temperature
+        row["top_p"] = sampling.top_p
+        row["top_k"] = sampling.top_k
         missing = len(request.stop_token_ids) - self._stops.shape[1]
         if missing > 0:
             self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=-1)
@@ -181,7 +186,8 @@ class SlotTable:
 
     def end(self, slot: int, reason: FinishReason) -> Chunk:
         chunk = self._report(slot, reason)
-        self.rows[slot]["running"], self.rows[slot]["since"] = False, self._tick()
+        self.rows[slot]["running"] = False
+        self.rows[slot]["since"] = self._tick()
         if self.rows[slot]["mixed"]:
             self.rows[slot]["cached"] = 0
         self._requests[slot] = None
@@ -200,7 +206,8 @@ class SlotTable:
         return self._clock
 
     def _report(self, slot: int, reason: FinishReason | None) -> Chunk:
-        row, request = self.rows[slot], self._requests[slot]
+        row = self.rows[slot]
+        request = self._requests[slot]
         assert request is not None
         new = slice(int(row["reported"]), int(row["length"]))
         row["reported"] = row["length"]

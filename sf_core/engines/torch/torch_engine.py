@@ -86,8 +86,10 @@ class TorchEngine:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        self._device, self._dtype = torch.device(device), dtype
-        self._max_running, self._context_length = max_running, context_length
+        self._device = torch.device(device)
+        self._dtype = dtype
+        self._max_running = max_running
+        self._context_length = context_length
         self._keep_kv = kv_on_update == "keep"
         self._vocabularies = Vocabularies(lambda: read_bytes(join(model_dir, "tokenizer.json")))
         self._loader = Loader(
@@ -145,7 +147,9 @@ class TorchEngine:
             raise
 
     def _sample(self, held: _Held) -> list[Chunk]:
-        model, cache, table = held.model, held.cache, self._table
+        model = held.model
+        cache = held.cache
+        table = self._table
         self._admit(cache)
         if not table.num_running:
             return []
@@ -163,7 +167,8 @@ class TorchEngine:
         )
         rows["cached"] += 1
         if len(ready) < len(rows):
-            logits, rows = logits[to_device(ready, self._device)], rows[ready]
+            logits = logits[to_device(ready, self._device)]
+            rows = rows[ready]
         following = self._list_following(ready)
         if following:
             mask_forbidden(logits, [at for at, _ in following], [one for _, one in following])
@@ -174,7 +179,9 @@ class TorchEngine:
         failed: list[Chunk] = []
         if not (sound := np.isfinite(logprobs)).all():
             failed = self._fail(held, ready[~sound].tolist())
-            ready, token_ids, logprobs = ready[sound], token_ids[sound], logprobs[sound]
+            ready = ready[sound]
+            token_ids = token_ids[sound]
+            logprobs = logprobs[sound]
         table.append(ready, token_ids, logprobs, held.version)
         chunks = [*failed, *table.report_due(ready)]
         for chunk in chunks if following else ():
@@ -232,7 +239,8 @@ class TorchEngine:
     def _replace_weights(self, arrival: Arrival) -> list[Chunk]:
         """Returns chunks of the tokens of earlier weights that were not reported yet."""
         older = self._table.report_older_than(arrival.version)
-        held, self._held = self._held, None
+        held = self._held
+        self._held = None
         model, cache = (None, None) if held is None else (held.model, held.cache)
         try:
             if arrival.make is not None:

@@ -91,7 +91,8 @@ class TransformersModel:
     def _refuse_if_wrong(self, context_length: int) -> None:
         """Compare with a pass without cache, because an architecture may keep other state than KV, attend in
         a window, or count positions from the mask. Raises ValueError."""
-        kind, config = self._model.config.model_type, self._model.config
+        kind = self._model.config.model_type
+        config = self._model.config
         window = getattr(config, "sliding_window", None)
         if window is not None and window < context_length:
             raise ValueError(
@@ -144,7 +145,8 @@ class _SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        keys = key_states.transpose(1, 2)
+        values = value_states.transpose(1, 2)
         self._cache.write(layer_idx, keys, values, self._placement)
         return self._cache.read(layer_idx, self._placement)
 

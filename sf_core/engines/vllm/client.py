@@ -17,7 +17,8 @@ from sf_core.engines.protocol import EngineLostError
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
-_LOAD_ADAPTER, _UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_LOAD_ADAPTER = "/v1/load_lora_adapter"
+_UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
 _ANSWER_S = 60.0
 """Longest wait for the answer to a command that does no work."""
@@ -72,7 +73,8 @@ class VllmClient:
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[StreamPiece]:
         """Stream the tokens of a request. Raises RequestRefusedError."""
-        data, headers = orjson.dumps(body), {"Content-Type": "application/json"}
+        data = orjson.dumps(body)
+        headers = {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S)
         with _name_loss(_GENERATE):
             async with self._session.post(

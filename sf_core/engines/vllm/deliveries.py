@@ -66,7 +66,8 @@ class WholeModels(Delivery):
     is_in_start = True
 
     def __init__(self, policy: PolicyFolder) -> None:
-        self._policy, self._weights = policy, HostWeights()
+        self._policy = policy
+        self._weights = HostWeights()
 
     def fetch(self, weights: WeightsRef) -> str:
         self._policy.take(self._weights.fetch(weights))
@@ -91,7 +92,8 @@ class Adapters(Delivery):
     def __init__(self, start_dir: str, policy: PolicyFolder | None) -> None:
         """`policy`: the folder that a server is started from, which gets the base. None: a server that has
         the base is adopted."""
-        self._start_dir, self._policy = start_dir, policy
+        self._start_dir = start_dir
+        self._policy = policy
         self._versions = AdapterVersions(join(start_dir, "adapter"))
         self._base: HostWeights | None = None
         """The base, from when it is fetched until a server has read it."""
@@ -144,7 +146,8 @@ class Adapters(Delivery):
             self._base = None
 
     async def switch(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
-        self._current, self.model = weights, self._names[weights]
+        self._current = weights
+        self.model = self._names[weights]
 
     async def unload_others(self, client: VllmClient) -> None:
         for weights in [weights for weights in self._names if weights != self._current]:
@@ -153,7 +156,9 @@ class Adapters(Delivery):
 
     def forget(self) -> None:
         self._names.clear()
-        self._current, self.model, self._is_started = None, None, False
+        self._current = None
+        self.model = None
+        self._is_started = False
 
     def close(self) -> None:
         self._copies.cleanup()

@@ -62,7 +62,8 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
             return _mask_rows(logits, self._rows)
         if self._slots.keys().isdisjoint(ctx.idx_mapping_np.tolist()):
             return logits
-        slots, positions = ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()
+        slots = ctx.expanded_idx_mapping.tolist()
+        positions = ctx.pos.tolist()
         rows = {}
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             if slot in self._slots and position + 1 >= self._states.prompt_len.np[slot]:
@@ -77,7 +78,8 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
         if (following := self._follow(params)) is None:
             return None
         # `sampled` is vLLM's own list, which grows
-        ids, num_before = prompt or [], params.extra_args["num_sampled"]
+        ids = prompt or []
+        num_before = params.extra_args["num_sampled"]
         following.take(ids[len(ids) - num_before :])
         return _Answer(following, 0, sampled)
 

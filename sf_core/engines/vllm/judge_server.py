@@ -66,7 +66,8 @@ class JudgeServer:
 
     def __init__(self, name: str, settings: JudgeConfig, folder: str, share: float) -> None:
         """`share`: part of this worker's device that the judge may take."""
-        self._name, self._folder = name, folder
+        self._name = name
+        self._folder = folder
         # bound and never listened on: keeps the port for the servers, which may bind it too, as both reuse it
         self._place = socket.socket()
         self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,7 +87,8 @@ class JudgeServer:
         else:
             arguments += f"--gpu-memory-utilization={_GPU_SHARE * share:.3f}"
         self._arguments = arguments.split()
-        self._has_served, self._is_over = threading.Event(), threading.Event()
+        self._has_served = threading.Event()
+        self._is_over = threading.Event()
         self._last_lines = ""
         self._keeper = threading.Thread(target=self._keep, name=f"judge-{name}", daemon=True)
 
@@ -111,7 +113,8 @@ class JudgeServer:
 
     def _keep(self) -> None:
         """Have a server run until all is over. While there is none, nothing is judged, which may pass."""
-        num_failed, key = 0, self.endpoint.api_key
+        num_failed = 0
+        key = self.endpoint.api_key
         while not self._is_over.is_set() and (self._has_served.is_set() or num_failed < _MOST_FAILED_STARTS):
             server = VllmServer(self._folder, self._arguments, on_cpu=self._on_cpu, key=key)
             try:
@@ -127,7 +130,8 @@ class JudgeServer:
 
     def _watch(self, server: VllmServer) -> bool:
         """Return once the server has ended, does not start in time, or all is over. Whether it has served."""
-        serves, give_up_at = False, time.monotonic() + _START_S
+        serves = False
+        give_up_at = time.monotonic() + _START_S
         with httpx.Client(timeout=10, trust_env=False) as http:
             while not server.has_ended and (serves or time.monotonic() < give_up_at):
                 if not serves:

@@ -40,7 +40,8 @@ class Pictures:
     """What the server of a policy that sees is asked, beside ids, and must answer."""
 
     def __init__(self, sight: Sight, media_dir: str) -> None:
-        self.token_id, self._files = sight.token_id, _Files(media_dir)
+        self.token_id = sight.token_id
+        self._files = _Files(media_dir)
 
     @property
     def folder(self) -> str:
@@ -80,7 +81,8 @@ class Pictures:
         body["sampling_params"]["logit_bias"] = {str(self.token_id): PLACEHOLDER_BIAS}
         shown = await asyncio.to_thread(self._show, body, spans) if spans else body
         for left in reversed(range(_TRIES if spans else 1)):
-            is_first, has_begun = bool(spans), False
+            is_first = bool(spans)
+            has_begun = False
             try:
                 async with aclosing(client.generate(shown)) as pieces:
                     async for piece in pieces:
@@ -96,7 +98,9 @@ class Pictures:
 
     def _show(self, body: dict[str, Any], spans: Sequence[PictureSpan]) -> dict[str, Any]:
         """The body with a file and one placeholder for each picture."""
-        ids, parts, end = list[int](), list[dict[str, str]](), 0
+        ids = list[int]()
+        parts = list[dict[str, str]]()
+        end = 0
         for span in spans:
             try:
                 path = Path(self._files.find(span.sha256))

@@ -56,8 +56,10 @@ class OwnServer(ServerOrigin):
 
     def __init__(self, model_dir: str, arguments: Sequence[str], *, on_cpu: bool, sleep_level: int) -> None:
         """`arguments`: those of `make_arguments`."""
-        self._model_dir, self._arguments = model_dir, arguments
-        self._on_cpu, self.sleep_level = on_cpu, sleep_level
+        self._model_dir = model_dir
+        self._arguments = arguments
+        self._on_cpu = on_cpu
+        self.sleep_level = sleep_level
         self.ends_at_rest = not on_cpu and not sleep_level
         self._server: VllmServer | None = None
 
@@ -108,8 +110,11 @@ class AdoptedServer(ServerOrigin):
     def __init__(
         self, url: str, key: str | None, delivery: Delivery, context_length: int, pictures: Pictures | None
     ) -> None:
-        self._url, self._key, self._delivery = url, key, delivery
-        self._context_length, self._pictures = context_length, pictures
+        self._url = url
+        self._key = key
+        self._delivery = delivery
+        self._context_length = context_length
+        self._pictures = pictures
 
     def locate(self, weights: WeightsRef, folder: str) -> str:
         if not is_local(weights.uri):

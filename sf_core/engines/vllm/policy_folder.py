@@ -37,7 +37,8 @@ _OF_PROCESSOR = (
 )
 """What the server of a policy that sees reads beside TOKENIZER and PROCESSOR, if it is there."""
 
-_HEAD, _HEAD_FILE = "lm_head.weight", "lm_head.safetensors"
+_HEAD = "lm_head.weight"
+_HEAD_FILE = "lm_head.safetensors"
 
 _TOWER_FILE = "tower.safetensors"
 
@@ -60,7 +61,8 @@ class PolicyFolder:
         self._place = scratch_folder()
         self.path = self._place.name
         self.config: dict[str, Any] = load_json(read_bytes(join(start_dir, "config.json")))
-        self._start_dir, self._untied = start_dir, untied
+        self._start_dir = start_dir
+        self._untied = untied
         sight = read_sight(start_dir)
         self.sight = sight and sight.limit(max_picture_tokens)
         """How the policy sees; None: it does not."""
@@ -104,7 +106,8 @@ class PolicyFolder:
             shapes = {name: shape for name, shape in header.shapes.items() if not name.startswith(TOWER)}
             if self._shapes and (fault := find_difference(shapes, self._shapes)):
                 raise ValueError(f"{path}: {fault}")
-            config, files = self.config, dict.fromkeys(header.entries, FILE_NAME)
+            config = self.config
+            files = dict.fromkeys(header.entries, FILE_NAME)
             if self.sight and shapes.keys() == files.keys():
                 files |= dict.fromkeys(self._write_tower(), _TOWER_FILE)
             if self._untied and _HEAD not in header.entries:
@@ -141,7 +144,9 @@ class PolicyFolder:
         """Write the tower into a file of its own, once, and return the names of its tensors."""
         if self._tower is None:
             whole, pieces = open_weights(self._start_dir)
-            ranges, entries, begin = list[tuple[int, int]](), dict[str, Entry](), 0
+            ranges = list[tuple[int, int]]()
+            entries = dict[str, Entry]()
+            begin = 0
             for name, entry in sorted(whole.entries.items(), key=lambda item: item[1].data_offsets):
                 if name.startswith(TOWER):
                     ranges.append(entry.data_offsets)

@@ -45,7 +45,8 @@ def ask_teacher(url: str, rows: Rows, timeout_s: float) -> list[Logprobs]:
 
 
 async def _ask_all(url: str, rows: Rows, wait: Wait) -> list[Logprobs]:
-    client, slots = VllmClient(url, key=teacher_key()), asyncio.Semaphore(CONCURRENCY)
+    client = VllmClient(url, key=teacher_key())
+    slots = asyncio.Semaphore(CONCURRENCY)
     patience_s = wait.timeout_s
 
     async def persist(what: str, ask: Callable[[], Awaitable[Any]]) -> Any:
@@ -53,7 +54,8 @@ async def _ask_all(url: str, rows: Rows, wait: Wait) -> list[Logprobs]:
             try:
                 found = await asyncio.wait_for(ask(), patience_s / _TRIES)
                 # patience begins anew with every answer
-                wait.timeout_s, wait.reason = wait.seconds + patience_s, ""
+                wait.timeout_s = wait.seconds + patience_s
+                wait.reason = ""
                 return found
             except RequestRefusedError as error:
                 raise ValueError(f"the teacher at {url} refuses {what}: {error}") from None

@@ -31,8 +31,10 @@ class VllmTurn:
     def body(self, wire_id: str, model: str | None) -> dict[str, Any]:
         """The request for what is left of it. `model`: the server's name of the adapter that is to sample it;
         None: the server has no adapters."""
-        request, sampling = self.request, self.request.sampling
-        self.wire_id, self.has_answered = wire_id, False
+        request = self.request
+        sampling = self.request.sampling
+        self.wire_id = wire_id
+        self.has_answered = False
         # vLLM draws from (seed, its own count of tokens), and counts anew in every request; 63 bits, because
         # torch takes signed ones
         seed = int(bits(sampling.seed, request.position + len(self.sampled))[0]) >> 1
@@ -74,7 +76,9 @@ class VllmTurn:
     def chunks(self, piece: StreamPiece, version: int, finish: FinishReason | None) -> list[Chunk]:
         """The piece as it is reported. vLLM joins tokens that its stream could not take in time; where
         somebody waits for each, each is reported."""
-        name, ids, logprobs = self.request.request_id, piece.token_ids, piece.logprobs
+        name = self.request.request_id
+        ids = piece.token_ids
+        logprobs = piece.logprobs
         if not ids and finish is None:
             return []
         early = range(len(ids) - 1 if self.request.stream else 0)

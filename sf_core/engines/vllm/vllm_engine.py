@@ -50,12 +50,14 @@ _MOST_FAILED_STARTS = 3
 
 def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> VllmEngine:
     """An engine whose server is started on this process's device, or the one that `engine.vllm.url` names."""
-    engine, settings = config.engine, config.engine.vllm
+    engine = config.engine
+    settings = config.engine.vllm
     on_cpu = settings.url is None and not has_gpu()
     if on_cpu:
         check_cpu_build(vllm_python())
     # a base is never reloaded
-    untied, most = on_cpu and config.train.lora is None, config.rollout.max_picture_tokens
+    untied = on_cpu and config.train.lora is None
+    most = config.rollout.max_picture_tokens
     policy = PolicyFolder(start_dir, untied=untied, max_picture_tokens=most)
     check_shape(policy.config, config)
     pictures = Pictures(policy.sight, RunDirectory(config.run_dir).media_dir) if policy.sight else None
@@ -101,9 +103,13 @@ class VllmEngine:
         `pictures`: None: the policy does not see."""
         self.loop = asyncio.new_event_loop()
         self.tell: Callable[[Event], None] = lambda event: None
-        self._place, self._delivery, self._keep_kv = place, delivery, keep_kv
-        self._vocab_size, self._context_length = vocab_size, context_length
-        self._vocabularies, self._pictures = vocabularies, pictures
+        self._place = place
+        self._delivery = delivery
+        self._keep_kv = keep_kv
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._vocabularies = vocabularies
+        self._pictures = pictures
         # one thread: the copy of the weights is used by one at a time
         self._fetching = ThreadPoolExecutor(1, "fetch-weights")
         self._client: VllmClient | None = None
@@ -191,7 +197,8 @@ class VllmEngine:
             self._mover = None
         async with self._alone():
             self._turns.clear()
-            self._held, self._flows = None, False
+            self._held = None
+            self._flows = False
             if self._client is None:
                 return self._place.leave_start()
             await self._end_streams(self._streaming, self._client.pause("abort"))
@@ -255,7 +262,8 @@ class VllmEngine:
             client = self._client
             if client is None or weights != self._wanted:
                 return
-            self._flows, self._is_between = False, True
+            self._flows = False
+            self._is_between = True
             await self._end_streams(self._streaming, client.pause("abort"))
             if self._asleep:
                 await client.wake("weights")
@@ -274,7 +282,9 @@ class VllmEngine:
                 return
             self._label = f"{self._name}.{weights.version}"
             await client.name_weights(self._label)
-            self._held, self._is_between, self._failed_starts = weights, False, 0
+            self._held = weights
+            self._is_between = False
+            self._failed_starts = 0
             self.tell(weights)
             if not self._paused:
                 await self._flow(client)
@@ -296,14 +306,17 @@ class VllmEngine:
         self._streaming.add(turn)
 
     async def _sample(self, turn: VllmTurn, body: dict[str, Any], client: VllmClient, version: int) -> None:
-        name, label, reason = turn.request.request_id, self._label, None
+        name = turn.request.request_id
+        label = self._label
+        reason = None
         try:
             seen = self._pictures
             pieces = seen.generate(client, body, turn.request.pictures) if seen else client.generate(body)
             async for piece in pieces:
                 if piece.labels - {label}:
                     raise EngineLostError(f"vLLM used weights {set(piece.labels)}; expected {label}")
-                finish, reason = turn.take(piece), piece.finish_reason
+                finish = turn.take(piece)
+                reason = piece.finish_reason
                 if turn.has_ended:
                     self._turns.pop(name, None)
                 for chunk in turn.chunks(piece, version, finish):

@@ -19,7 +19,8 @@ from sf_core.config.programs import SandboxLimits
 
 DRIVER = Path(__file__).with_name("driver.py").read_text(encoding="utf-8")
 
-CPU_S, WAIT_S = 1.0, 5.0
+CPU_S = 1.0
+WAIT_S = 5.0
 """Time limits of one call, in seconds: CPU time and wall-clock time. The second limit is larger, because a
 busy machine needs more wall-clock time."""
 

@@ -84,7 +84,8 @@ class Instructions(Environment):
 
     def _explain_broken(self, task: Task, answer: dict[str, Any]) -> str:
         """What to tell of an answer; empty if it keeps everything."""
-        drawn, kept = task.metadata["constraints"], self.reward(task, answer)
+        drawn = task.metadata["constraints"]
+        kept = self.reward(task, answer)
         broken = [KINDS[name].tell(its) for name, its in drawn.items() if kept[name] < 1 / len(drawn)]
         if broken and not any(kept.values()):
             broken.insert(0, f"Write {self.text} about {task.metadata['subject']}.")
@@ -93,6 +94,7 @@ class Instructions(Environment):
 
 def is_about(text: str, subject: str) -> bool:
     """Whether a text has some words, the subject in any form among them, and does not speak of the task."""
-    said, stem = words_of(text), subject[: max(3, len(subject) - 3)]
+    said = words_of(text)
+    stem = subject[: max(3, len(subject) - 3)]
     speaks_of_itself = not {"sentence", "comma", "commas"}.isdisjoint(said)
     return len(said) >= FEWEST_WORDS and any(word.startswith(stem) for word in said) and not speaks_of_itself

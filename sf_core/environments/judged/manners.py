@@ -49,7 +49,8 @@ class Manners(Environment):
 
     def tasks(self, split: Split, index: int) -> Task:
         random = Random(f"{split} {index}")
-        person, favour = random.choice(_PEOPLE.split()), random.choice(_favours(split))
+        person = random.choice(_PEOPLE.split())
+        favour = random.choice(_favours(split))
         prompt = f"Write one sentence in which you ask your {person} to {favour}."
         return Task(f"manners-{split}-{index}", "manners", prompt, metadata={"favour": favour})
 

@@ -10,7 +10,8 @@ from typing import Any, TextIO
 
 import pytest
 
-MAX_WHY, MOST_WHYS = 2000, 20
+MAX_WHY = 2000
+MOST_WHYS = 20
 """Characters of a reason why a test failed, and how many are given."""
 
 
@@ -18,7 +19,10 @@ class Reporter:
     def __init__(self, word: str, tests: set[str] | None, only_collects: bool, out: TextIO) -> None:
         """`tests`: ids of those to run; None: all. `only_collects`: none runs, and those that are there are
         told as failed."""
-        self._word, self._tests, self._only_collects, self._out = word, tests, only_collects, out
+        self._word = word
+        self._tests = tests
+        self._only_collects = only_collects
+        self._out = out
         self._expected: set[str] = set()
         self._passed: set[str] = set()
         self._whys: dict[str, str] = {}

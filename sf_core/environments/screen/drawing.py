@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
-CELL, MARGIN = 28, 3
+CELL = 28
+MARGIN = 3
 """Pixels of a side of a button's place, and of its rim."""
 
 Colour = Literal["red", "green", "blue", "yellow", "pink", "black"]
@@ -58,7 +59,8 @@ class Screen:
         picture = _wallpaper(len(self.rows[0]) * CELL, len(self.rows) * CELL).copy()
         pen = ImageDraw.Draw(picture)
         for (column, row), colour in self.buttons.items():
-            left, top = column * CELL + MARGIN, row * CELL + MARGIN
+            left = column * CELL + MARGIN
+            top = row * CELL + MARGIN
             size = CELL - 2 * MARGIN - 1
             fill = PRESSED if (column, row) in self._grey else COLOURS[colour]
             pen.rounded_rectangle((left, top, left + size, top + size), 4, fill)

@@ -57,7 +57,8 @@ class ScreenOfButtons(Environment):
                 "columns, rows or others"
             )
         colour, rows = found
-        screen, instruction = Screen(rows), f"Press all {colour} buttons."
+        screen = Screen(rows)
+        instruction = f"Press all {colour} buttons."
         places = [place for place, found in screen.buttons.items() if found == colour]
         return Task(
             f"screen-{split}-{index}",
@@ -68,7 +69,8 @@ class ScreenOfButtons(Environment):
         )
 
     async def agent(self, task: Task, endpoint: Endpoint) -> str:
-        screen, clicks = Screen(task.metadata["rows"]), list[str]()
+        screen = Screen(task.metadata["rows"])
+        clicks = list[str]()
 
         def click(at: str) -> list[dict[str, Any]]:
             _click(screen, at)

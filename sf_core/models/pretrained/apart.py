@@ -31,7 +31,8 @@ def call_apart(function: Callable[..., Any], *args: Any, raises: Iterable[type[V
 
 @lru_cache(maxsize=64)
 def _ask(call: str) -> str:
-    command, env = python_module(__name__), module_environment()
+    command = python_module(__name__)
+    env = module_environment()
     return subprocess.run(command, env=env, input=call, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 

@@ -256,7 +256,8 @@ def _in_silence() -> Iterator[None]:
     """Keeps the loader from writing to the terminal."""
     from transformers.utils import logging
 
-    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    shows_progress = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

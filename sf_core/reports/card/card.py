@@ -33,7 +33,8 @@ _MARK = re.compile(rf"\n<!-- {_MARKED}: ([0-9a-f]{{64}}) -->\n\Z")
 def write_card(view: RunView, config: RunConfig) -> bool:
     """Write the card and its picture into the policy folder of a run that is through. A card that somebody
     has edited stays as it is: then False is returned."""
-    run, uri = view.run, join(view.run.policy_dir, CARD)
+    run = view.run
+    uri = join(view.run.policy_dir, CARD)
     found = read_if_there(uri)
     # an earlier version copied the card of the base
     is_edited = found is not None and not is_ours(found.decode(errors="replace"))
@@ -132,7 +133,8 @@ def _tasks(config: RunConfig) -> str:
 def _evaluation(config: RunConfig, comparison: Comparison | None) -> str:
     if comparison is None or comparison.before is None or comparison.difference is None:
         return "The first and the last version have no stored answers to the same held-out tasks."
-    before, after = comparison.before, comparison.after
+    before = comparison.before
+    after = comparison.after
     answers = "one answer" if comparison.answers == 1 else f"{comparison.answers} answers"
     assert comparison.interval is not None, "a comparison has it with the difference"
     rows = [

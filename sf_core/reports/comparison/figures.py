@@ -70,7 +70,8 @@ def _standard_error(series: RunSeries, version: int) -> float | None:
     """Standard error of the mean held-out reward over tasks. The reward of a task is the mean reward of its
     sessions. Raises ValueError if a file is missing."""
     view = series.view
-    found, manifest = view.find_session_set(version, "evaluate"), view.manifest(version, "evaluate")
+    found = view.find_session_set(version, "evaluate")
+    manifest = view.manifest(version, "evaluate")
     assert found is not None and manifest is not None
     rows = found.read(["session_id", "task_id", "reward"])
     sessions = rows.take(first_rows(rows["session_id"]))

@@ -19,7 +19,8 @@ DEFAULT = "comparison.html"
 def write_comparison_page(uris: Sequence[str], target: str | None) -> str:
     """Write the page, by default into the current folder, and return where it is. Raises ValueError, one
     sentence with the run, if a run is named twice or cannot be read."""
-    runs, configs = [], []
+    runs = []
+    configs = []
     views = [open_run(uri) for uri in uris]
     places = [view.run.uri for view in views]
     if twice := [uri for uri, number in Counter(places).items() if number > 1]:

@@ -109,7 +109,8 @@ def compare_ends(view: RunView, versions: Collection[int]) -> tuple[int | None, 
     """The first and the last of these versions, and what `side_by_side` has of them; nothing of one alone."""
     if len(versions) < 2:
         return None, None, Examples([])
-    before, after = min(versions), max(versions)
+    before = min(versions)
+    after = max(versions)
     return before, after, side_by_side(view, before, after)
 
 

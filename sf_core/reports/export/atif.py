@@ -102,12 +102,14 @@ def _convert_answer(message: Message) -> dict[str, Any]:
 
 
 def _convert_call(call: dict[str, Any]) -> dict[str, Any]:
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    name = call["function"]["name"]
+    arguments = call["function"]["arguments"]
     return {"tool_call_id": call["id"], "function_name": name, "arguments": arguments}
 
 
 def _metrics(conversation: StoredChat, turn: Turn) -> dict[str, Any]:
-    start, end = turn["start"], turn["end"]
+    start = turn["start"]
+    end = turn["end"]
     told = {name: value for name, value in turn.items() if name not in ("role", "start", "end")}
     metrics = {
         "prompt_tokens": start,

@@ -123,7 +123,9 @@ def read_conversations(uri: str, media: str) -> Iterator[list[StoredChat]]:
 def _conversation(
     row: dict[str, Any], media: str, token_ids: np.ndarray, logprobs: np.ndarray, policy_versions: np.ndarray
 ) -> StoredChat:
-    messages, turns, pictures = load_json(row["messages"]), row["turns"], None
+    messages = load_json(row["messages"])
+    turns = row["turns"]
+    pictures = None
     if IMAGES.name in row:
         pictures = [media_file(media, part["sha256"]) for part in list_pictures(messages)]
     # texts and parts would make columns of two types
@@ -181,6 +183,7 @@ def _find_sampled(
         if own[-1:] == [None] or sum(turn is not None for turn in own) != 1:
             return None
         # a branch ends with what was sampled last
-        places, own = places[-1:], own[-1:]
+        places = places[-1:]
+        own = own[-1:]
     by_place = dict(zip(places, own, strict=True))
     return [by_place.get(i) for i in range(len(messages))]

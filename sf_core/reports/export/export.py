@@ -52,7 +52,10 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
     if not parts:
         what = "opened sessions have finished" if opened else "trajectories are committed"
         raise ValueError(f"{run.run_id}: no {what} yet")
-    num_rows, left_out, unlike, media = 0, Counter[str](), 0, run.media_dir
+    num_rows = 0
+    left_out = Counter[str]()
+    unlike = 0
+    media = run.media_dir
     kind = make(parts)
     reader, unchecked = _open_reader(run)
 

@@ -29,7 +29,8 @@ JUDGEMENTS = {
 def export_tables(run_uri: str, out: str) -> int:
     """Write the tables into a folder, as they are in a run directory; returns the number of rows. Raises
     ValueError with one sentence if there is no run, the folder is not empty, or a file cannot be read."""
-    run, copy = open_run(run_uri).run, RunDirectory(out)
+    run = open_run(run_uri).run
+    copy = RunDirectory(out)
     if files.list_folders(out) or files.list_files(out):
         raise ValueError(f"{out} is not empty; choose another folder or remove it")
     num_rows = sum(_copy(run, kind, copy, kind, _read_branches) for kind in BRANCHES)

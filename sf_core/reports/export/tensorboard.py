@@ -44,7 +44,8 @@ def encode_events(points: Sequence[Point]) -> bytes:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    data, now = io.BytesIO(), time.time()
+    data = io.BytesIO()
+    now = time.time()
     writer = RecordWriter(data)
     writer.write(Event(wall_time=now, file_version=FORMAT).SerializeToString())
     for step, scalars in points:

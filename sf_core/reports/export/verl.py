@@ -54,7 +54,8 @@ class Verl(Format):
         tools = conversation.tools
         if tools is not None and tools not in self._tools:
             return "the tools have no Parquet type"
-        marked, facts = mark_pictures(conversation), conversation.facts
+        marked = mark_pictures(conversation)
+        facts = conversation.facts
         if marked is None:
             return SPELLED
         messages = self._messages(conversation, marked)

@@ -23,7 +23,8 @@ def assemble(template: str, scripts: Sequence[str], data: Mapping[str, object], 
     environment = Environment(
         loader=PackageLoader("sf_core.reports.html", "assets"), autoescape=True, undefined=StrictUndefined
     )
-    style, script = _asset("report.css"), "\n".join(map(_asset, scripts))
+    style = _asset("report.css")
+    script = "\n".join(map(_asset, scripts))
     page = environment.get_template(template).render(
         made_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         style=style,

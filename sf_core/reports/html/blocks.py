@@ -36,7 +36,9 @@ BLOCK_TOKENS = 60_000
 LAST_OUTPUT = 4000
 """Characters at the end of what a command wrote that a page holds; sessions of few tokens share a block."""
 
-GIVEN, CARRIED, TRAINED = 0, 1, 2
+GIVEN = 0
+CARRIED = 1
+TRAINED = 2
 """State of a token: not sampled; sampled, trained in another branch; sampled and trained here."""
 
 MAX_MISSES = 3
@@ -124,9 +126,13 @@ def _parts(sessions: Sequence[SessionFacts]) -> Iterator[list[SessionFacts]]:
 
 def encode_block(sessions: Sequence[Sequence[Trajectory]], media: str) -> bytes:
     """Block of the branches of some sessions, each without the prefix that it shares with its parent."""
-    described, own, reached = [], [], 0
+    described = []
+    own = []
+    reached = 0
     for branches in sessions:
-        first, ids, entries = branches[0], {row.branch_id for row in branches}, []
+        first = branches[0]
+        ids = {row.branch_id for row in branches}
+        entries = []
         for row in branches:
             parent = row.parent_branch_id if row.parent_branch_id in ids else None
             shared = row.shared_prefix if parent is not None else 0

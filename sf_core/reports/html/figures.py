@@ -102,7 +102,9 @@ def _bars(spans: Iterable[Span], begin: float, gap_s: float) -> list[list[Any]]:
 
 def _groups(view: RunView, iteration: Iteration) -> list[list[Any]]:
     """Rows [iteration, group, task, rewards, decision]; the decision on a rejected group is the reason."""
-    run, number, stages = view.run, iteration.number, iteration.stages
+    run = view.run
+    number = iteration.number
+    stages = iteration.stages
     rows = []
     if "filter" in stages:
         columns = ["group_id", "session_id", "task_id", "reward", "decision"]

@@ -44,7 +44,9 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
 
 def render(view: RunView, max_bytes: int) -> bytes:
     """The page as UTF-8."""
-    run, figures, said = view.run, run_figures(view), _collect_texts(view)
+    run = view.run
+    figures = run_figures(view)
+    said = _collect_texts(view)
     base = len(_fill(run, figures, said, Embedded()))
     if base > max_bytes:
         raise ValueError(

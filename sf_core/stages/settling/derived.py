@@ -90,7 +90,8 @@ def first_prompts(config: RunConfig) -> list[str]:
 def read_with_derived(directory: RunDirectory) -> RunConfig:
     """The stored configuration, and the values that were derived where the run began. Raises ValueError if
     there is no run."""
-    config, start = directory.read_config(RunConfig), directory.read_manifest(None, "start")
+    config = directory.read_config(RunConfig)
+    start = directory.read_manifest(None, "start")
     return config if start is None else config.fill(_read_values(start.data))
 
 

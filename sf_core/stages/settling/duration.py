@@ -19,10 +19,13 @@ _ANSWERED_PART = 0.5
 _CHARACTERS = 3
 """Characters of a prompt per token, about."""
 
-_SAMPLING_PART, _TRAINING_PART = 0.35, 0.48
+_SAMPLING_PART = 0.35
+_TRAINING_PART = 0.48
 """Parts of the measured FLOP/s that sampling and training reach (benchmarks.real_model)."""
 
-_SESSION_S, _ITERATION_S, _START_S = 0.005, 1.0, 30.0
+_SESSION_S = 0.005
+_ITERATION_S = 1.0
+_START_S = 30.0
 """Seconds of a session, an iteration and a start beside the products."""
 
 _PROMPTS = 16

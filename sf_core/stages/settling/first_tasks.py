@@ -17,7 +17,8 @@ from sf_core.environments.registry import (
 from sf_core.stages.settling.idle import foresee_idle
 from sf_core.user_code import own_place
 
-NUM_HELD_OUT, NUM_TRAINED = 64, 256
+NUM_HELD_OUT = 64
+NUM_TRAINED = 256
 """Tasks of each split that are compared before a run."""
 
 
@@ -25,7 +26,8 @@ def foresee(config: RunConfig) -> list[str]:
     """What the first tasks tell of the run, as sentences; nothing of an emulated one."""
     if not engine_kind(config).runs_policy:
         return []
-    environment, first = config.environment, first_index(config.seed)
+    environment = config.environment
+    first = first_index(config.seed)
     held_out = draw_tasks(environment, "holdout", range(min(NUM_HELD_OUT, config.evaluate.num_tasks)))
     trained = draw_tasks(environment, "train", range(first, first + NUM_TRAINED))
     found = foresee_idle(config, () if config.rollout.is_outside else trained)
@@ -45,7 +47,8 @@ def check_held_out(config: RunConfig, *, is_trained: bool = True) -> None:
     that is requested twice changes. Requests only the last held-out task and, if the run is trained, the
     first training tasks."""
     _check_sources(config)
-    last, first = config.evaluate.num_tasks - 1, first_index(config.seed)
+    last = config.evaluate.num_tasks - 1
+    first = first_index(config.seed)
     check_task(config, "holdout", last, f"evaluate.num_tasks {last + 1}")
     for index in (first, first + 1) if is_trained else ():
         check_task(config, "train", index, "environment.tasks")
@@ -67,9 +70,11 @@ def _check_sources(config: RunConfig) -> None:
 def check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
     """Raises ValueError with one sentence, which begins with `setting`, if a task cannot be made or changes
     when it is requested again."""
-    tasks, environment = tasks_of(config.environment), config.environment
+    tasks = tasks_of(config.environment)
+    environment = config.environment
     try:
-        one, other = tasks(split, index), tasks(split, index)
+        one = tasks(split, index)
+        other = tasks(split, index)
     except NoTaskError as error:
         raise ValueError(f"environment.tasks: {error}") from None
     except Exception as error:  # whatever the user's own lines raise

@@ -39,11 +39,13 @@ def check_judges(config: RunConfig) -> None:
     if not environment.served_judges or scheduler_of(config) is not None:
         return
     for name, model in environment.served_judges.items():
-        folder, setting = policy_folder(model), f"environment.judges.{name}.model"
+        folder = policy_folder(model)
+        setting = f"environment.judges.{name}.model"
         if fault := _find_fault(folder):
             raise ValueError(f"{setting}: {model} {fault}")
         check_served(folder, setting)
-    python, workers = vllm_python(), workers_here(config).values()
+    python = vllm_python()
+    workers = workers_here(config).values()
     if any("reward" in worker.tags and worker.device == "cpu" for worker in workers):
         check_cpu_build(python)
 

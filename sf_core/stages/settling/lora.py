@@ -59,7 +59,8 @@ class TrainedAdapter:
 
 def check_lora(config: RunConfig) -> None:
     """Raises ValueError, one sentence, if other settings do not go with `train.lora`, or with its absence."""
-    train, engine = config.train, config.engine
+    train = config.train
+    engine = config.engine
     if train.lora is None:
         if config.policy.adapter is not None:
             raise ValueError(
@@ -109,7 +110,8 @@ def check_peft(shape: Mapping[str, Any]) -> None:
 def find_adapter(config: RunConfig, linears: Mapping[str, tuple[int, ...]]) -> TrainedAdapter:
     """The adapter with which a run of `train.lora` begins, on a policy with these linear layers. Raises
     ValueError, one sentence, if settings, `policy.adapter` and the policy do not go together."""
-    lora, folder = config.train.lora, config.policy.adapter
+    lora = config.train.lora
+    folder = config.policy.adapter
     assert lora is not None
     if folder is None:
         return shape_adapter(_choose(lora, linears), linears, "train.lora")
@@ -155,7 +157,8 @@ def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]])
             "unquantised factors"
         )
     for name in ("rank", "alpha", "targets"):
-        given, own = getattr(lora, name), getattr(adapter, name)
+        given = getattr(lora, name)
+        own = getattr(adapter, name)
         if given is not None and (tuple(sorted({*given})) if name == "targets" else given) != own:
             raise ValueError(
                 f"train.lora.{name} {_text(given)} differs from {_text(own)} of policy.adapter: leave "

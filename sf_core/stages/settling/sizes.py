@@ -99,12 +99,15 @@ class PolicySizes:
         they cannot be used. `by_a_worker`: their folders may exist only on a worker."""
         if not engine_kind(config).runs_policy:
             return None
-        policy, folder, tower = config.policy, None, 0
+        policy = config.policy
+        folder = None
+        tower = 0
         if policy.model is None:
             parameters = built_in_parameters(policy.hidden_size, policy.num_layers)
             shape = name_built_in_shape(config)
         elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
-            parameters, shape = count_parameters(folder), read_model_config(folder)
+            parameters = count_parameters(folder)
+            shape = read_model_config(folder)
             tower = count_tower(folder) if shape.get("model_type") in SEEING else 0
         else:
             return None
@@ -115,13 +118,17 @@ class PolicySizes:
                 return None
         derived = derive(config, parameters, folder, first_prompts(config), adapter)
         config = config.fill(values_of(derived))
-        policy, engine = config.policy, config.engine
+        policy = config.policy
+        engine = config.engine
         networks = 1 if config.train.critic is None else 2
         cache = None
         if engine_kind(config).reserves_cache:
             cache = cache_bytes(shape, engine.max_running, engine.context, policy.dtype_name)
-        itemsize, trained = DTYPE_BYTES[policy.dtype_name], adapter.parameters if adapter else parameters
-        rank, kept, holds = _rank_bytes(trained, config) * networks, 0, _holds_weights(shape, config)
+        itemsize = DTYPE_BYTES[policy.dtype_name]
+        trained = adapter.parameters if adapter else parameters
+        rank = _rank_bytes(trained, config) * networks
+        kept = 0
+        holds = _holds_weights(shape, config)
         if holds:
             rank += int(parameters * _HELD_BYTES[policy.dtype_name])
         if adapter is not None:
@@ -179,7 +186,8 @@ def _rank_bytes(parameters: int, config: RunConfig) -> int:
     if train.backend != "megatron":
         return -(-parameters * _TRAINED_BYTES // train.workers)
     # ranks of different data have the same weights and a whole gradient, and share the rest
-    weights, gradient = DTYPE_BYTES[config.policy.dtype_name], 4
+    weights = DTYPE_BYTES[config.policy.dtype_name]
+    gradient = 4
     shared = CHECKPOINT_BYTES - (4 if weights == 4 else 0)
     return parameters * (weights + gradient) // train.ranks_per_policy + parameters * shared // train.workers
 
@@ -203,7 +211,8 @@ def _activation_bytes(
         )
     except (KeyError, TypeError, ValueError):
         return 0
-    train, itemsize = config.train, DTYPE_BYTES[config.policy.dtype_name]
+    train = config.train
+    itemsize = DTYPE_BYTES[config.policy.dtype_name]
     of_hidden, of_inner = _KEPT_WIDTHS[config.policy.dtype_name]
     of_layer = of_hidden * hidden + of_inner * inner
     # recomputed, a layer keeps its input alone, and one layer at a time the rest
@@ -248,7 +257,8 @@ def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
     would take."""
     if sizes is None:
         return
-    engine, train = sizes.config.engine, sizes.config.train
+    engine = sizes.config.engine
+    train = sizes.config.train
     for worker in workers:
         if worker.memory is None:
             continue
@@ -304,7 +314,8 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
     )
     activations = peak + _explain_long_rows(sizes) if sizes.activations else ""
     features = f", and at most {gb(sizes.features)} for features of pictures" if sizes.features else ""
-    written, warm = "an adapter" if sizes.adapter else "weights", _warm_start(config, train.rate)
+    written = "an adapter" if sizes.adapter else "weights"
+    warm = _warm_start(config, train.rate)
     return {
         **({"warm start": warm} if warm else {}),
         **_explain_derived(config, sizes.derived),
@@ -344,7 +355,8 @@ def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str
 
 def _explain_adapter(trained: TrainedAdapter) -> str:
     """What is trained in place of the weights, in words."""
-    of, made = trained.adapter, "made anew"
+    of = trained.adapter
+    made = "made anew"
     if trained.source is not None:
         made = f"as {trained.source} has it" + (f", made for {trained.adapter.base}" if of.base else "")
     return (
@@ -355,7 +367,8 @@ def _explain_adapter(trained: TrainedAdapter) -> str:
 
 def _warm_start(config: RunConfig, rate: float) -> str | None:
     """What the policy is shown before the first iteration, in words."""
-    warm, steps = config.policy.warmstart, config.policy.warm_steps
+    warm = config.policy.warmstart
+    steps = config.policy.warm_steps
     if warm is None or not steps:
         return None
     shown = warm.demonstrations or f"the environment {config.environment.name}"
@@ -382,7 +395,8 @@ def _explain_kept(sizes: PolicySizes) -> str:
 
 def disk_bytes(sizes: PolicySizes) -> int:
     """What weights and checkpoints take at the end, with the start folder and the exported policy."""
-    train, last = sizes.config.train, sizes.config.train.iterations
+    train = sizes.config.train
+    last = sizes.config.train.iterations
     keep = num_kept_weights(train, sizes.version) or last
     # one that is being published is beside the newest
     often = (KEPT_EVERY, sizes.config.evaluate.every)

@@ -51,7 +51,8 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     check_judges(config)
     check_teacher(config, by_a_worker)
     kind = trainer_kind(config)
-    length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
+    length = config.engine.context_length
+    runs_policy = engine_kind(config).runs_policy
     folder = None
     if has_started(config):
         _check_own_files(config)
@@ -96,7 +97,8 @@ def name_built_in_shape(config: RunConfig) -> dict[str, Any]:
 def _check_sight(config: RunConfig, kind: str, folder: str | None) -> None:
     """Raises ValueError, one sentence, if a policy of this `model_type` is not shown what it sees, or is said
     to see otherwise. `folder`: that of the model; None: the built-in policy."""
-    engine, most = config.engine.kind, config.rollout.max_picture_tokens
+    engine = config.engine.kind
+    most = config.rollout.max_picture_tokens
     if config.policy.sees and config.policy.model is not None:
         raise ValueError(
             "policy.sees applies only to the built-in policy: leave policy.sees out with policy.model"
@@ -133,7 +135,8 @@ def adapter_to_start_from(
 ) -> TrainedAdapter | None:
     """The run's own adapter, else that with which it begins, for a policy of this shape; None if that is only
     on the worker. Raises ValueError if it cannot be trained."""
-    linears, folder = list_linears(shape), config.policy.adapter
+    linears = list_linears(shape)
+    folder = config.policy.adapter
     if has_started(config) and has_weights(own := RunDirectory(config.run_dir).start_adapter_dir):
         return shape_adapter(read_adapter(own), linears, "train.lora")
     if folder is not None and by_a_worker and not Path(folder).is_dir():

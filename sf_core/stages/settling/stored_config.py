@@ -88,7 +88,8 @@ def settle_config(config: RunConfig, tell: Callable[[str], None] = log.warning) 
 def begins_anew(config: RunConfig) -> list[str]:
     """What `config` changes, in words, if it makes another run of the existing run that it names. Raises
     ValueError if that has a batch."""
-    changes, run = _changes_to_another(config), RunDirectory(config.run_dir)
+    changes = _changes_to_another(config)
+    run = RunDirectory(config.run_dir)
     for key, before, given in changes if has_batch(run) else ():
         raise ValueError(
             f"run {run.run_id} was started with {key} {_text(before)}, not {_text(given)}; "
@@ -165,7 +166,8 @@ def _merge_with_stored(
     run = RunDirectory(config.run_dir)
     stored = read_with_derived(run)
     data = stored.model_dump() | config.model_dump(include=set(PLACE))
-    changed, kept = [], []
+    changed = []
+    kept = []
     for key, before, given in _find_changes(stored, config):
         *sections, name = path = key.split(".")
         if path[0] in PLACE or _stays_derived(key, config):

@@ -26,7 +26,8 @@ def check_teacher(config: RunConfig, by_a_worker: bool) -> None:
             "two out"
         )
     find_here(config, by_a_worker)
-    positions, context = teacher_context(config), config.engine.context_length
+    positions = teacher_context(config)
+    context = config.engine.context_length
     if context is None and config.policy.model is None:
         context = config.engine.context
     if positions is not None and context is not None and context > positions:
@@ -39,7 +40,8 @@ def check_teacher(config: RunConfig, by_a_worker: bool) -> None:
 def check_tokens(config: RunConfig, policy: str | None, by_a_worker: bool) -> None:
     """Raises ValueError, one sentence that names the first difference, if a token of the policy is another
     one to the teacher. `policy`: the folder of the model; None: the built-in policy."""
-    teacher, found = config.train.teacher, find_here(config, by_a_worker)
+    teacher = config.train.teacher
+    found = find_here(config, by_a_worker)
     sees = config.policy.sees if policy is None else read_sight(policy) is not None
     if sees and teacher is not None and teacher.url is not None:
         raise ValueError(
@@ -51,18 +53,22 @@ def check_tokens(config: RunConfig, policy: str | None, by_a_worker: bool) -> No
             f"{SETTING}: {found.source} does not see pictures, but the policy does: use a teacher that "
             "sees pictures"
         )
-    folder, setting = None if found is None else found.source, SETTING
+    folder = None if found is None else found.source
+    setting = SETTING
     if teacher is not None and teacher.tokenizer is not None:
-        folder, setting = teacher.tokenizer, "train.teacher.tokenizer"
+        folder = teacher.tokenizer
+        setting = "train.teacher.tokenizer"
     if folder is None:
         return
     if policy is None:
         # transformers is imported for it
         from sf_core.models.builtin import make_tokenizer
 
-        tokenizer, rows = make_tokenizer(config.policy.sees).backend_tokenizer, None
+        tokenizer = make_tokenizer(config.policy.sees).backend_tokenizer
+        rows = None
     else:
-        tokenizer, rows = folders.read_tokenizer(policy, "policy.model"), folders.count_rows(policy)
+        tokenizer = folders.read_tokenizer(policy, "policy.model")
+        rows = folders.count_rows(policy)
     folders.check_vocabulary(tokenizer, rows or tokenizer.get_vocab_size(), folder, setting)
 
 
@@ -84,7 +90,9 @@ def teacher_context(config: RunConfig) -> int | None:
 def frozen_bytes(config: RunConfig, version: int) -> int:
     """Count the bytes of all models that are held and not trained: the teacher and the reference of
     `train.loss.kl`. `version` is the size of a version of the policy in bytes."""
-    train, found, taught = config.train, find_here(config), 0
+    train = config.train
+    found = find_here(config)
+    taught = 0
     if found is not None:
         dtype = read_dtype(read_model_config(found.source, SETTING))
         taught = (DTYPE_BYTES | {"float16": 2}).get(dtype, 4) * (
@@ -100,16 +108,19 @@ def frozen_bytes(config: RunConfig, version: int) -> int:
 
 def explain_teacher(config: RunConfig, policy: int) -> str:
     """What the teacher is and costs, in words. `policy`: number of the policy's parameters."""
-    teacher, found = config.train.teacher, find_here(config)
+    teacher = config.train.teacher
+    found = find_here(config)
     assert teacher is not None
     if teacher.url is not None:
         return (
             f"the server at {teacher.url}, which the filter stage asks for the log-probs of each batch; each "
             "step has one more forward pass through the policy"
         )
-    parameters, about = policy, teacher.model or "version 0 of the policy"
+    parameters = policy
+    about = teacher.model or "version 0 of the policy"
     if found is not None:
-        shape, parameters = read_model_config(found.source, SETTING), count_parameters(found.source)
+        shape = read_model_config(found.source, SETTING)
+        parameters = count_parameters(found.source)
         about += (
             f": {shape.get('model_type')}, {parameters / 1e6:,.1f} million parameters in {read_dtype(shape)}"
         )
@@ -119,7 +130,8 @@ def explain_teacher(config: RunConfig, policy: int) -> str:
         about += ", which needs no memory in addition to the adapter"
     about += "; each step has one more forward pass through it"
     if not teacher.is_loss:
-        about, parameters = f"{about} and one through the policy", parameters + policy
+        about = f"{about} and one through the policy"
+        parameters = parameters + policy
     if teacher.model is not None and found is None:
         return about
     # a forward pass is a third of a pass with its backward pass

@@ -36,7 +36,8 @@ def make_groups(
             made[key] = _subgroup(key, everyone, device)
         return made[key]
 
-    tensor, data = divide(grid.flatten(0, 1)), divide(grid.transpose(1, 2).flatten(0, 1))
+    tensor = divide(grid.flatten(0, 1))
+    data = divide(grid.transpose(1, 2).flatten(0, 1))
     stages = grid.permute(1, 2, 0).flatten(0, 1)
     # those that may share an embedding
     ends = stages[:, [0, -1]] if pipeline_parallel > 1 else stages

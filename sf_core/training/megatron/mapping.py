@@ -91,7 +91,8 @@ class ParameterParts:
         return ParameterPart(name, place, lambda tensor: tensor[:num_rows], replicated=False)
 
     def _heads(self, prefix: str, kind: str, size: tuple[int, ...]) -> Iterator[ParameterPart]:
-        queries, head_dim = self.queries_per_group, self.head_dim
+        queries = self.queries_per_group
+        head_dim = self.head_dim
         groups = size[0] // ((queries + 2) * head_dim)
         for name, heads in (
             ("q", slice(0, queries)),

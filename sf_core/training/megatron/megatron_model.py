@@ -83,7 +83,8 @@ class MegatronModel:
         with self._exchange():
             groups = self._groups = make_groups(ranks, self.device, tensor, pipeline)
             self.reads_tries = True
-            self.num_shares, self.share = groups.dp.size(), groups.dp.rank()
+            self.num_shares = groups.dp.size()
+            self.share = groups.dp.rank()
             self.measures = groups.pp.rank() == pipeline - 1 and groups.tp.rank() == 0
             network = MegatronNetwork(
                 shape, spec, groups, getattr(torch, dtype), recompute=config.recompute, values=values
@@ -158,7 +159,8 @@ class MegatronModel:
             grad_norm = float(optimizer.clip_grad_norm(settings.max_grad_norm))
             if math.isfinite(grad_norm):
                 for group in optimizer.param_groups:
-                    group["lr"], group["betas"] = settings.learning_rate, settings.betas
+                    group["lr"] = settings.learning_rate
+                    group["betas"] = settings.betas
                     group["weight_decay"] = settings.weight_decay
                 optimizer.step_with_ready_grads()
             self._model.zero_grad_buffer()
@@ -284,7 +286,8 @@ def _optimizer(model: DistributedDataParallel, groups: Any, dtype: DtypeName) ->
         data_parallel_group_idx=groups.mp.rank(),
         distributed_optimizer_instance_id=0,
     )
-    optimizer.grad_stats_parallel_group, optimizer.tp_group = groups.intra_dist_opt, groups.tp
+    optimizer.grad_stats_parallel_group = groups.intra_dist_opt
+    optimizer.tp_group = groups.tp
     return optimizer
 
 

@@ -40,7 +40,9 @@ class MegatronNetwork(GPTModel):
     ) -> None:
         """`config`: Hugging Face's. `values`: values take the place of log-probs. The weights are still to be
         loaded."""
-        stage, stages, parts = groups.pp.rank(), groups.pp.size(), groups.tp.size()
+        stage = groups.pp.rank()
+        stages = groups.pp.size()
+        parts = groups.tp.size()
         qk_norm = config.model_type == "qwen3"
         layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
         layer.submodules.self_attention.submodules.core_attention = _Attention
@@ -133,7 +135,9 @@ class MegatronNetwork(GPTModel):
             outputs = copy_to_tensor_model_parallel_region(outputs, self.pg_collection.tp)
             head = head[: split.own.stop - split.own.start]
         drawn = microbatch.sampling
-        temperature, top_p, top_k = drawn["temperature"], drawn["top_p"], drawn["top_k"]
+        temperature = drawn["temperature"]
+        top_p = drawn["top_p"]
+        top_k = drawn["top_k"]
         return score(outputs, head, microbatch.targets, temperature, top_p, top_k, split)
 
 

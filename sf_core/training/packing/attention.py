@@ -156,7 +156,8 @@ def _group(blocks: Sequence[_Block], most_keys: int) -> Iterator[list[_Block]]:
     together: list[_Block] = []
     needed = longest = width = 0
     for one in blocks:
-        longest, width = max(longest, one.length), max(width, one.end)
+        longest = max(longest, one.length)
+        width = max(width, one.end)
         needed += one.length * one.end
         number = len(together) + 1
         is_other = together and (together[0].start > 0) != (one.start > 0)

@@ -74,7 +74,8 @@ class Microbatch:
     @classmethod
     def empty(cls) -> Microbatch:
         """A token that trains nothing, for a rank that computes along with others."""
-        zero, none = torch.zeros(1, dtype=torch.long), torch.empty(0)
+        zero = torch.zeros(1, dtype=torch.long)
+        none = torch.empty(0)
         no_ids = none.long()
         return cls(
             token_ids=zero,

@@ -84,7 +84,9 @@ class TorchBackend:
         """The resident trainer, or a rebuilt one, which stays if the block succeeds. All ranks of a new
         process group rebuild their trainers, since replaying a step takes all of them."""
         place = (run.ref, ranks.group)
-        kept, self._resident = self._resident, None  # a step that fails half-way leaves an unusable trainer
+        # a step that fails half-way leaves an unusable trainer
+        kept = self._resident
+        self._resident = None
         trainer = kept[2] if kept is not None and kept[:2] == place and kept[2].version == version else None
         kept = None  # a device may have no room for two trainers
         if trainer is None:
@@ -111,9 +113,12 @@ class TorchBackend:
         default device is this process's own.
 
         Raises ValueError if a batch is not as it was written."""
-        config, start = run.config, local_folder(run.directory.start_dir)
-        where, sees = device or local_device(), read_sight(start) is not None
-        media, dtype = run.directory.media_dir, getattr(torch, config.policy.dtype_name)
+        config = run.config
+        start = local_folder(run.directory.start_dir)
+        where = device or local_device()
+        sees = read_sight(start) is not None
+        media = run.directory.media_dir
+        dtype = getattr(torch, config.policy.dtype_name)
         tower = Tower(start, media, where, dtype) if sees else None
         make_model = partial(self.make_model, config, device=where, tower=tower)
         adapter = None if config.train.lora is None else run.directory.start_adapter_dir
@@ -169,9 +174,11 @@ def _find_teacher(run: TrainedRun, name: str, ranks: Ranks) -> tuple[TeacherFold
     another one, or if another one taught an earlier step of the run."""
     try:
         teacher = find_teacher(name)
-        found, fault = teacher.digest(), ""
+        found = teacher.digest()
+        fault = ""
     except ValueError as error:
-        found, fault = "", str(error)
+        found = ""
+        fault = str(error)
     of_ranks = ranks.gather((found, fault))
     if faults := [fault for _, fault in of_ranks if fault]:
         raise ValueError(faults[0])

@@ -41,7 +41,8 @@ class HeldLayer:
     """The parameters of a layer of the lean decoder, fused like an engine's: in the dtype of computing."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], spec: DecoderSpec, dtype: torch.dtype) -> None:
-        self._parameters, self._spec = parameters, spec
+        self._parameters = parameters
+        self._spec = spec
         self._held: list[torch.Tensor] = []
         with torch.no_grad():
             cast = {name: parameter.to(dtype) for name, parameter in parameters.items()}

@@ -66,11 +66,13 @@ class Network:
         names = self.model._no_split_modules or ()
         self.blocks = [module for module in self.model.modules() if type(module).__name__ in names]
         spec = decoder_spec(self.model.config, max_length=1 << 30)
-        scale, self._has_adapter = None, adapter is not None
+        scale = None
+        self._has_adapter = adapter is not None
         if adapter is not None:
             self.model.requires_grad_(False)
             # read in any order, while that of parameters decides how sums round and what ranks exchange
-            known, factors = read_adapter(adapter), dict(sorted(load_adapter(adapter).items()))
+            known = read_adapter(adapter)
+            factors = dict(sorted(load_adapter(adapter).items()))
             scale = known.scale
             if spec is None:
                 _inject(self.model, known, factors)
@@ -173,7 +175,8 @@ def _score(
     outputs: torch.Tensor,
     head: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    drawn, ids = microbatch.sampling, microbatch.targets
+    drawn = microbatch.sampling
+    ids = microbatch.targets
     how = drawn["temperature"], drawn["top_p"], drawn["top_k"]
     is_fast = microbatch.rule == "distinct"
     return score(outputs, head, ids, *how, target=target, never=never, fast_head=is_fast)

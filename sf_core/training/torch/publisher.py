@@ -20,7 +20,8 @@ class Publisher:
 
     def __init__(self, dtype: DtypeName, adapter: bytes = b"") -> None:
         """`adapter`: the content of `adapter_config.json`, if the weights are an adapter's."""
-        self.dtype, self._adapter = dtype, adapter
+        self.dtype = dtype
+        self._adapter = adapter
         self._last: tuple[int, TensorBytes] | None = None
 
     def save(

@@ -51,7 +51,9 @@ class Ranks(Protocol):
 class SingleRank:
     """One rank: nothing is exchanged."""
 
-    rank, size, group = 0, 1, ""
+    rank = 0
+    size = 1
+    group = ""
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -71,9 +73,11 @@ class ProcessGroup:
 
     def __init__(self, group: str, workers: tuple[str, ...], timeout_s: float) -> None:
         """`timeout_s` bounds an exchange between GPUs; the default group has its own bound."""
-        self.group, self.workers = group, workers
+        self.group = group
+        self.workers = workers
         self._timeout_s = timeout_s
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -42,7 +42,8 @@ class Rendezvous:
     @contextmanager
     def meet(self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[Ranks]:
         """The `meet` of a TrainerBackend."""
-        kept, self._group = self._group, None
+        kept = self._group
+        self._group = None
         if seat.is_alone:
             if kept is not None:
                 _leave()
@@ -74,7 +75,9 @@ class _Meeting:
     """One step's use of the store."""
 
     def __init__(self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> None:
-        self._files, self._seat, self._host = files, seat, host
+        self._files = files
+        self._seat = seat
+        self._host = host
         self._timeout_s = timeout_s
         self._store: dist.Store | None = None
 
@@ -145,7 +148,8 @@ class _Meeting:
             )
 
     def _make_group(self, group: str) -> None:
-        store, seat = dist.PrefixStore(group, self._opened), self._seat
+        store = dist.PrefixStore(group, self._opened)
+        seat = self._seat
         try:
             make_group(store, seat.rank, len(seat.workers), self._host, self._timeout_s)
         except RuntimeError as error:

@@ -45,7 +45,8 @@ class FrozenModels:
 
     def __init__(self, load: Load = _load_none, *, keeps: bool = True) -> None:
         """`keeps`: whether they stay."""
-        self._load, self._keeps = load, keeps
+        self._load = load
+        self._keeps = keeps
         self._held: dict[str, tuple[Name, HeldModel, str]] = {}
 
     def take(self, role: Literal["reference", "teacher"], name: Name, trained: TrainedModel) -> HeldModel:
@@ -89,7 +90,8 @@ def scores_of(
     """The scores of all rows that the configuration needs, the same on every rank; 0 where nothing is
     trained. `version` is the one that the model holds. The batch has those of a teacher at an address. Raises
     ValueError if it has not, or if the teacher's are not finite."""
-    needs, teacher = config.needs | config.loss.needs, config.teacher
+    needs = config.needs | config.loss.needs
+    teacher = config.teacher
     found: dict[Score, Values] = {}
     if needs & {"start", "entropy"}:
         found["start"], found["entropy"] = score_rows(rows, config, model, ranks)
@@ -150,7 +152,8 @@ def prepare_rows(
 ) -> list[Row]:
     """The rows with the advantages, weights and log-probs that follow from their scores. They are the
     training rows of the batch, from which the step makes the version after this one."""
-    loss, start = config.loss, scores.get("start")
+    loss = config.loss
+    start = scores.get("start")
     found = list(rows)
     # an attempt with other settings may have left them to this step
     if config.needs or batch["advantages"].null_count:
@@ -164,7 +167,8 @@ def prepare_rows(
             found = [replace(row, values=v, returns=r) for row, v, r in taught_values]
     if start is not None and loss.correction is not None:
         for i, (row, values) in enumerate(zip(found, start, strict=True)):
-            factors, mask = np.ones(row.token_ids.size, np.float32), row.loss_mask
+            factors = np.ones(row.token_ids.size, np.float32)
+            mask = row.loss_mask
             factors[mask] = loss.correction(values[mask], row.logprobs[mask])
             found[i] = replace(row, correction=factors)
     if start is not None and loss.ratio_to == "step_start":
@@ -191,9 +195,11 @@ def fit_policy_loss(rows: Sequence[Row], scores: Mapping[Score, Values], loss: L
     """The policy's part of the loss of a step of these rows, which are prepared."""
     if "start" not in loss.policy.needs:
         return loss.policy
-    log_ratios, advantages = [], []
+    log_ratios = []
+    advantages = []
     for row, start in zip(rows, scores["start"], strict=True):
-        mask, old = row.loss_mask, row.logprobs if row.old is None else row.old
+        mask = row.loss_mask
+        old = row.logprobs if row.old is None else row.old
         log_ratios.append((start[mask] - old[mask]).astype(np.float64))
         advantages.append(row.advantages[mask].astype(np.float64))
     return loss.policy.fit(np.concatenate(log_ratios), np.concatenate(advantages))

@@ -33,9 +33,11 @@ class _Held:
     """Dtype in which weights are held ready for the passes of a call."""
 
     def __init__(self, network: Network, ranks: Ranks) -> None:
-        self.num_shares, self.share = ranks.size, ranks.rank
+        self.num_shares = ranks.size
+        self.share = ranks.rank
         self.reads_tries = network.is_lean
-        self.network, self._model = network, network.model
+        self.network = network
+        self._model = network.model
         self.device = self._model.device
 
     def _place(self, ranks: Ranks, dtype: torch.dtype, *, is_frozen: bool) -> bool:
@@ -107,8 +109,11 @@ class StandIn:
     """The trained model with other factors of its adapter, for as long as each pass takes."""
 
     def __init__(self, model: TorchModel, factors: Mapping[str, torch.Tensor]) -> None:
-        self._model, self._factors = model, factors
-        self.num_shares, self.share, self.measures = model.num_shares, model.share, model.measures
+        self._model = model
+        self._factors = factors
+        self.num_shares = model.num_shares
+        self.share = model.share
+        self.measures = model.measures
         self.reads_tries = model.reads_tries
 
     def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
@@ -181,7 +186,8 @@ class TorchModel(_Held):
             grad_norm = float(getattr(total, "full_tensor", lambda: total)())
         if math.isfinite(grad_norm):
             for group in self._optimizer.param_groups:
-                group["lr"], group["betas"] = settings.learning_rate, settings.betas
+                group["lr"] = settings.learning_rate
+                group["betas"] = settings.betas
                 group["weight_decay"] = settings.weight_decay
             self._optimizer.step()
         self._optimizer.zero_grad()

@@ -78,12 +78,14 @@ class ModelTrainer:
         frozen weights."""
         self.version = 0
         self._frozen = frozen or teaching.FrozenModels()
-        self.config, self._seed = config, seed
+        self.config = config
+        self._seed = seed
         self._ranks: Ranks = ranks or SingleRank()
         self.model = make_model(self._ranks)
         self._critic = None if make_critic is None else make_critic(self._ranks)
         self.held = PolicyAndCritic(self.model, self._critic)
-        self._publisher, self._background = Publisher(dtype, adapter), Background()
+        self._publisher = Publisher(dtype, adapter)
+        self._background = Background()
         self._base = base
         self._dtype = getattr(torch, dtype)
         self.device = self.model.device.type
@@ -94,7 +96,8 @@ class ModelTrainer:
 
         Raises ExchangeError if another rank is gone, or ValueError if the weights would not stay finite;
         the trainer must not be used after that."""
-        started, cpu_started = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        cpu_started = time.process_time()
         self._steps_before = self._optimizer_steps
         rows, policy_loss, of_teacher = self._prepare_batch(batch)
         random = np.random.default_rng((self._seed, self.version))
@@ -151,8 +154,10 @@ class ModelTrainer:
     def _prepare_batch(self, batch: pa.Table) -> tuple[list[Row], PolicyLoss, dict[str, float]]:
         """The rows of a batch with what they teach, the policy's part of their loss, and metrics of what a
         teacher says of them."""
-        rows, config = read_rows(batch), self.config
-        needs, teacher = config.needs | config.loss.needs, config.teacher
+        rows = read_rows(batch)
+        config = self.config
+        needs = config.needs | config.loss.needs
+        teacher = config.teacher
         stands_in = "reference" in needs or (teacher is not None and teacher.weights is not None)
         if self._base and self.device == "cpu" and stands_in:
             # a checkpoint that is being stored reads the factors that those of a version stand in for
@@ -236,7 +241,8 @@ class ModelTrainer:
         divergences: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The microbatch's part of the loss, which is a sum over tokens divided by `total`."""
-        settings, old = self.config.loss, microbatch.logprobs
+        settings = self.config.loss
+        old = microbatch.logprobs
         tokens = Tokens(
             logprobs, microbatch.old, microbatch.advantages, microbatch.row, len(microbatch.numbers)
         )
@@ -308,7 +314,8 @@ class ModelTrainer:
         every tensor. It goes on in the background; `await_checkpoint` returns when it is done. On a CPU
         nothing is copied for it, because a copy is as large as the trainer: the next update waits instead."""
         self.await_checkpoint()
-        rank, size = self._ranks.rank, self._ranks.size
+        rank = self._ranks.rank
+        size = self._ranks.size
         # what ranks of an earlier try may still be writing must not come after what these write
         self._ranks.gather(None)
         held = self.held.slices(PARTS).items()
@@ -337,4 +344,5 @@ class ModelTrainer:
         if faults := [found for found in self._ranks.gather(fault) if found]:
             raise ValueError(faults[0])
         self.held.load(tensors, progress.optimizer_steps)
-        self.version, self._optimizer_steps = progress.version, progress.optimizer_steps
+        self.version = progress.version
+        self._optimizer_steps = progress.optimizer_steps

@@ -211,7 +211,8 @@ class ResponsesClient(Client):
     @staticmethod
     def _heard(answer: Any) -> Heard:
         texts = {"message": "", "reasoning": ""}
-        calls, logprobs = [], []
+        calls = []
+        logprobs = []
         for item in answer.output:
             if item.type == "function_call":
                 calls.append((item.call_id, item.name, json.loads(item.arguments)))

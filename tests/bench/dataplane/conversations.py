@@ -284,7 +284,8 @@ def check(record: Record) -> list[Trajectory]:
     assert len(by_id) == len(rows)
     assert sum(int(row.loss_mask.sum()) for row in rows) == record.num_trained()
     for asked, turn in record.turns:
-        start, end = len(asked), len(asked) + len(turn.ids)
+        start = len(asked)
+        end = len(asked) + len(turn.ids)
         holding = [row for row in rows if _holds(row, asked, turn)]
         assert holding
         num_training = sum(bool(row.loss_mask[start:end].any()) for row in holding)
@@ -301,7 +302,8 @@ def check(record: Record) -> list[Trajectory]:
 
 
 def _holds(row: Trajectory, asked: list[int], turn: Turn) -> bool:
-    start, end = len(asked), len(asked) + len(turn.ids)
+    start = len(asked)
+    end = len(asked) + len(turn.ids)
     return (
         np.array_equal(row.token_ids[:start], asked)
         and np.array_equal(row.token_ids[start:end], turn.ids)

@@ -16,7 +16,8 @@ def many_scans(count: int, size: tuple[int, int] = (800, 800)) -> bytes:
     """A progressive JPEG that repeats its last scan; 100 times take some 25 ms."""
     file = io.BytesIO()
     Image.new("RGB", size).save(file, "JPEG", progressive=True)
-    data, end = file.getvalue()[:-2], file.getvalue()[-2:]
+    data = file.getvalue()[:-2]
+    end = file.getvalue()[-2:]
     return data + data[data.rindex(b"\xff\xda") :] * count + end
 
 

@@ -35,7 +35,8 @@ class Agents:
     """Agents outside, each of which opens one session after the other at a data plane, in threads."""
 
     def __init__(self, url: str, run_id: str = "run", number: int = 3) -> None:
-        self.url, self.run_id = url, run_id
+        self.url = url
+        self.run_id = run_id
         self.acknowledged: list[str] = []
         """Sessions whose end was answered by 200."""
         self.refusals: Counter[int] = Counter()

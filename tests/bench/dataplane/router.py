@@ -189,7 +189,8 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 def check_tokens(generation: Generation) -> None:
     asked = generation.request
     expected = script(list(asked.prompt_ids), asked.sampling.seed)[: asked.max_tokens]
-    token_ids, versions = generation.token_ids.tolist(), generation.versions.tolist()
+    token_ids = generation.token_ids.tolist()
+    versions = generation.versions.tolist()
     if generation.cancelled is None:
         assert token_ids == expected
         assert generation.finish_reason == ("stop" if expected[-1] == STOP else "length")

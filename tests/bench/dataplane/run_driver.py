@@ -37,7 +37,8 @@ class Driver:
 
     def __init__(self, folder: Path, model_dir: str, renderer: Renderer) -> None:
         self.spec = changed(SPEC, run_dir=str(folder / "run"), model_dir=model_dir, gate="varied")
-        self.folder, self.renderer = folder, renderer
+        self.folder = folder
+        self.renderer = renderer
         self.plane = DataPlane(DataplaneOptions(str(folder / "plane")))
         self.numbers = itertools.count()
 
@@ -128,7 +129,8 @@ class Driver:
         await self.begin_attempt()
 
     async def begin_anew(self) -> None:
-        at, progress = self.spec["attempt"] + 1, {"iteration": 0, "version": 0, "done_groups": []}
+        at = self.spec["attempt"] + 1
+        progress = {"iteration": 0, "version": 0, "done_groups": []}
         await self.register(attempt=at, origin=f"made by {at}", **progress)
 
     @property
@@ -164,8 +166,10 @@ class Driver:
 
 def surviving(run: ServedRun) -> dict[str, Any]:
     """All that a restart has to find of a run."""
-    state, ledger = run.state, run.state.ledger
-    last, newest = ledger.next_batch - 1, max(ledger.evaluations, default=0)
+    state = run.state
+    ledger = run.state.ledger
+    last = ledger.next_batch - 1
+    newest = max(ledger.evaluations, default=0)
     ended = [*ledger.ended_by.get(last, ()), *ledger.ended]
     results = {place: result.reward for place, result in state.results.by_place.items()}
     return {

@@ -40,7 +40,8 @@ class Ticking:
         if self._ticks is None:
             self._ticks = asyncio.ensure_future(self._tick())
         await asyncio.sleep(0.02)  # so that the last span has ended
-        most_s, self._most_s = self._most_s, 0.0
+        most_s = self._most_s
+        self._most_s = 0.0
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": orjson.dumps([most_s, read_rss()])})
 

@@ -63,8 +63,10 @@ LIMITS: Body = {
     "chat_template_kwargs": {"x": 1},
 }
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 GOOGLE = "/v1/models/policy:generateContent"
 COUNTS = {MESSAGES: "/v1/messages/count_tokens", GOOGLE: "/v1/models/policy:countTokens"}
 """The routes that count the tokens of such a request."""
@@ -336,7 +338,8 @@ class Worst(NamedTuple):
         body = json.loads(json.dumps(WHOLE[self.path][self.variant])) | more
         *outer, last = self.place
         holder: Any = functools.reduce(lambda value, step: value[step], outer, body)
-        value, holder[last] = holder[last], "@filler@"
+        value = holder[last]
+        holder[last] = "@filler@"
         return json.dumps(body).encode().replace(b'"@filler@"', self._filler(value))
 
     def _filler(self, value: Any) -> bytes:
@@ -391,7 +394,8 @@ class Spy(dict[str, Any]):
 
     def __init__(self, given: Body, at: Place, seen: set[str]) -> None:
         super().__init__({name: spy(value, (*at, name), seen) for name, value in given.items()})
-        self._at, self._seen = at, seen
+        self._at = at
+        self._seen = seen
 
     def _note(self, name: str) -> None:
         self._seen.add(name_of((*self._at, name)))

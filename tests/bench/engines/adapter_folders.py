@@ -20,7 +20,8 @@ from sf_core.models.adapter import (
 from storage.tensors.weights import save_adapter
 from tests.bench.engines.model_folders import ModelFolders, linears_of
 
-RANK, ALPHA = 4, 6.0
+RANK = 4
+ALPHA = 6.0
 
 
 def merge(
@@ -39,7 +40,8 @@ class AdapterFolders:
     others are random, larger from version to version."""
 
     def __init__(self, root: Path, models: ModelFolders) -> None:
-        self._root, self._models = root, models
+        self._root = root
+        self._models = models
 
     def start(self, kind: str) -> str:
         """The model's folder, in which `adapter` is the adapter's."""

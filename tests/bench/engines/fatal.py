@@ -33,7 +33,9 @@ class FatalEngine(ScriptedEngine):
         self, script: Script, end: Callable[[], object], fatal: int, bad: int | None = None, **options: Any
     ) -> None:
         super().__init__(script, **options)
-        self.end, self.fatal, self.bad = end, fatal, bad
+        self.end = end
+        self.fatal = fatal
+        self.bad = bad
         self.known: dict[str, list[int]] = {}
         """Tokens of each request that it was given or has reported."""
         self.seeds: list[int] = []
@@ -79,7 +81,8 @@ def make_forward_fatal(fatal: int, end: Callable[[], object], set_attribute: Any
 
     from sf_core.engines.torch.cached_model import DecoderModel
 
-    fill, next_logits = DecoderModel.fill, DecoderModel.next_logits
+    fill = DecoderModel.fill
+    next_logits = DecoderModel.next_logits
 
     def fatal_fill(self: DecoderModel, cache: Any, ids: torch.Tensor, *places: Any) -> None:
         if (ids == fatal).any():
@@ -134,13 +137,15 @@ class FatalWorker:
 
     def _hold(self) -> None:
         url, lease, max_running, made_of = self._arguments
-        epoch, code = 0, FATAL
+        epoch = 0
+        code = FATAL
         while code == FATAL:
             hello = self._hello(epoch, lease, lease, max_running)
             process = self._processes.Process(target=_serve, args=(url, hello, *made_of), daemon=True)
             process.start()
             process.join()
-            code, epoch = process.exitcode, epoch + 1
+            code = process.exitcode
+            epoch = epoch + 1
             self.num_ended += code == FATAL
 
     def close(self) -> None:

@@ -32,7 +32,8 @@ class SeeingPolicies:
     """Policies of one run, with its pictures."""
 
     def __init__(self, root: Path) -> None:
-        self._root, self.media_dir = root, str(root / "run" / "media")
+        self._root = root
+        self.media_dir = str(root / "run" / "media")
         self.start_dir = str(root / "start")
         make_policy(self.start_dir, PolicyConfig(sees=True, hidden_size=64, num_layers=2), seed=0)
         sight = read_sight(self.start_dir)

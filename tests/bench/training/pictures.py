@@ -100,10 +100,13 @@ def seen_by_transformers(model: Any, folder: str, media: str, batch: pa.Table) -
 def predict(model: Any, folder: str, media: str, batch: pa.Table) -> list[torch.Tensor]:
     """The same of every id of the vocabulary in their places."""
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    placeholder, inner, found = model.config.image_token_id, model.model, []
+    placeholder = model.config.image_token_id
+    inner = model.model
+    found = []
     for row, spans in zip(batch.to_pylist(), images_of(batch), strict=True):
         ids = torch.tensor([row["token_ids"]])
-        x, seen = inner.get_input_embeddings()(ids), {}
+        x = inner.get_input_embeddings()(ids)
+        seen = {}
         if spans:
             files = [Image.open(io.BytesIO(read_picture(media, span.sha256))) for span in spans]
             read = processor(files, return_tensors="pt")

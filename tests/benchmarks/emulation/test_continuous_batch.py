@@ -19,7 +19,8 @@ class Linear:
 
 def finish(batch: ContinuousBatch) -> list[tuple[str, float]]:
     """(name, seconds from now) of all requests that become due."""
-    seconds, ends = 0.0, []
+    seconds = 0.0
+    ends = []
     while (wait := batch.next_due_s()) is not None:
         seconds += wait
         ends += [(slot.name, seconds) for slot in batch.advance(wait)]
@@ -34,10 +35,12 @@ def test_a_prompt_is_prefilled_and_then_its_tokens_cost_what_its_context_says() 
 
 
 def test_what_is_cached_of_a_prompt_is_context_and_no_prefill() -> None:
-    whole, rest = ContinuousBatch(Linear()), ContinuousBatch(Linear())
+    whole = ContinuousBatch(Linear())
+    rest = ContinuousBatch(Linear())
     whole.join("a", num_prompt=1000, num_wanted=10)
     rest.join("a", num_prompt=1000, num_wanted=10, num_cached=900)
-    (_, cold), (_, warm) = finish(whole)[0], finish(rest)[0]
+    (_, cold) = finish(whole)[0]
+    (_, warm) = finish(rest)[0]
     assert cold - warm == pytest.approx(0.9, rel=1e-4)
 
 
@@ -70,7 +73,8 @@ def test_what_left_holds_no_context_and_no_place_in_the_line_of_prefills() -> No
 
 
 def test_recomputed_context_costs_one_more_prefill() -> None:
-    batch, plain = ContinuousBatch(Linear()), ContinuousBatch(Linear())
+    batch = ContinuousBatch(Linear())
+    plain = ContinuousBatch(Linear())
     for each in (batch, plain):
         each.join("a", 100, 100)
         each.advance(0.6)
@@ -84,7 +88,8 @@ def test_recomputed_context_costs_one_more_prefill() -> None:
     st.lists(st.floats(0.001, 0.3), min_size=1, max_size=20),
 )
 def test_when_time_is_looked_at_changes_nothing(requests: list[tuple[int, int]], steps: list[float]) -> None:
-    looked_at, left_alone = ContinuousBatch(Linear()), ContinuousBatch(Linear())
+    looked_at = ContinuousBatch(Linear())
+    left_alone = ContinuousBatch(Linear())
     for batch in (looked_at, left_alone):
         for i, (num_prompt, num_wanted) in enumerate(requests):
             batch.join(str(i), num_prompt, num_wanted)

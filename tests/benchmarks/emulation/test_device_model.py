@@ -59,7 +59,8 @@ def test_a_better_device_never_takes_longer(field: str, settings: EmulationConfi
 def test_time_dilation_divides_every_duration(settings: EmulationConfig, dilation: float) -> None:
     dilated = settings.model_copy(update={"time_dilation": dilation, "to_train_s": 3.0})
     settings = settings.model_copy(update={"to_train_s": 3.0})
-    plain, changed = _all(DeviceModel(settings)), _all(DeviceModel(dilated))
+    plain = _all(DeviceModel(settings))
+    changed = _all(DeviceModel(dilated))
     assert changed == pytest.approx([seconds / dilation for seconds in plain])
 
 

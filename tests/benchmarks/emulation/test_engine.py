@@ -47,7 +47,8 @@ def request(
 
 
 def run_for(engine: StepEngine, clock: Clock, seconds: float) -> list[Chunk]:
-    chunks, end = [], clock.time + seconds
+    chunks = []
+    end = clock.time + seconds
     while clock.time < end and engine.num_requests:
         chunks += engine.step()
     return chunks
@@ -137,7 +138,8 @@ def test_an_aborted_turn_continues_elsewhere_without_a_lost_or_repeated_token(
     max_tokens: int, seconds: float, stream: bool
 ) -> None:
     clock = Clock()
-    first, second = make(clock), make(clock)
+    first = make(clock)
+    second = make(clock)
     first.submit(request(max_tokens=max_tokens, stream=stream))
     chunks = run_for(first, clock, seconds) + first.abort()
     assert first.num_requests == 0

@@ -39,7 +39,8 @@ class TestContract(TrainerTests):
 
 def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
     """Run a step; returns the ranks that had computed when it was over."""
-    files, backend = one_try(run), EmulatedBackend(WorkerDevice())
+    files = one_try(run)
+    backend = EmulatedBackend(WorkerDevice())
     with join_gang(backend.meet, files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
         model = DeviceModel(EmulationConfig(parameters=1e11), find_device(WORKERS[rank]))
         EmulatedTrainer(model, 0, ranks).step(make_batch([([1] * 50, [True] * 50)] * 2))
@@ -59,7 +60,8 @@ def test_what_does_not_train_takes_no_time_and_is_not_counted() -> None:
     some = batch.set_column(place, "decision", pa.array(["train", "not_extreme", "not_extreme", "train"]))
     model = DeviceModel(EmulationConfig(parameters=1e11, time_dilation=1e9), find_device("h20"))
     trainer = EmulatedTrainer(model, 0, EmulatedRanks(0, 1, lambda: None))
-    found, alone = trainer.step(some), trainer.step(batch.slice(0, 2))
+    found = trainer.step(some)
+    alone = trainer.step(batch.slice(0, 2))
     assert (found["tokens"], found["rows"], found["seconds"]) == (98, 2, alone["seconds"])
     assert found["reward_mean"] == pytest.approx(np.mean(batch["reward"].to_numpy()))
 

@@ -282,7 +282,8 @@ def test_a_switch_that_was_dear_once_is_tried_again() -> None:
 def test_lengths_are_drawn_from_a_run(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-1"))
     run.write_config(RunConfig(run_id="run-1"))
-    first, second = trajectory("s0", [*GIVEN, 0, 0, 0]), trajectory("s1", [*GIVEN, 0])
+    first = trajectory("s0", [*GIVEN, 0, 0, 0])
+    second = trajectory("s1", [*GIVEN, 0])
     # a branch of s0 repeats its eight tokens; one was given and two were sampled after them
     mask = np.array([0] * 9 + [1, 1], np.bool_)
     branch = trajectory("s0", [*GIVEN, 0, 0, 0, NOT_SAMPLED, 0, 0], shared_prefix=8, loss_mask=mask)
@@ -303,7 +304,8 @@ def test_the_comparison_names_what_it_cannot_count(tmp_path: Path) -> None:
 
 
 def test_time_stands_still_only_if_nothing_can_happen() -> None:
-    clock, signal = EventClock(), Signal()
+    clock = EventClock()
+    signal = Signal()
     heard = []
 
     def listener() -> Process:

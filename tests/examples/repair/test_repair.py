@@ -106,7 +106,8 @@ def test_a_session_edits_checks_and_is_scored_for_what_it_leaves(
 def test_demonstrations_use_the_tools_rightly_and_do_not_know_what_is_wrong() -> None:
     passed = []
     for index in range(200):
-        task, shown = REPAIR.tasks("train", index), REPAIR.demonstrate(index)
+        task = REPAIR.tasks("train", index)
+        shown = REPAIR.demonstrate(index)
         assert shown.messages[0] == {"role": "user", "content": task.prompt}
         assert [tool["function"]["name"] for tool in shown.tools or []] == ["edit", "check"]
         turns = [message for message in shown.messages if message["role"] == "assistant"]

@@ -58,7 +58,8 @@ class Host:
 
     def trusted(self, client: str, environ: dict[str, str]) -> set[str]:
         """Names that a client trusts: httpx, httpx2 (the OpenAI SDK) or ssl itself."""
-        file, folder = environ.get("SSL_CERT_FILE"), environ.get("SSL_CERT_DIR")
+        file = environ.get("SSL_CERT_FILE")
+        folder = environ.get("SSL_CERT_DIR")
         usual_file = self.paths.openssl_cafile
         usual_folder = self.paths.openssl_capath
         if client == "ssl":

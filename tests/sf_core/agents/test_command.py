@@ -231,7 +231,8 @@ def test_what_it_wrote_is_bounded_and_its_beginning_and_end_are_kept() -> None:
 
 
 def test_a_transcript_keeps_everything_up_to_its_limit() -> None:
-    whole, cut = Transcript(8), Transcript(8)
+    whole = Transcript(8)
+    cut = Transcript(8)
     for letter in "abcdefg\N{LATIN SMALL LETTER E WITH ACUTE}".encode():
         cut.add(bytes([letter]))
     whole.add("abc\N{LATIN SMALL LETTER E WITH ACUTE}fgh".encode())

@@ -122,7 +122,8 @@ def test_a_command_that_runs_too_long_fails_for_that_reason(
 ) -> None:
     plane_process.register(group_size=1, groups_per_batch=1, num_batches=1, session_attempts=2)
     plane_process.connect(lambda prompt, seed: say(renderer, "42"))
-    slow, asking = python("import time; time.sleep(1000)", timeout_s=0.2), python(ASK)
+    slow = python("import time; time.sleep(1000)", timeout_s=0.2)
+    asking = python(ASK)
     agents = iter([slow, asking])
 
     async def agent(task: Any, endpoint: Any) -> Any:

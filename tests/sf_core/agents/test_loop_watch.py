@@ -65,7 +65,8 @@ async def test_a_machine_that_is_busy_blocks_no_loop(
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
 
     async def agent() -> None:
-        cores, began = os.sched_getaffinity(0), queued_s()
+        cores = os.sched_getaffinity(0)
+        began = queued_s()
         os.sched_setaffinity(0, [busy_core])
         try:
             while queued_s() < began + 2.0:

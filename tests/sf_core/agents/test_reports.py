@@ -20,7 +20,8 @@ class Stand:
     """A data plane and the sender of its reports, in one process."""
 
     def __init__(self, http: httpx.AsyncClient, spec: dict[str, Any]) -> None:
-        self.http, self.spec = http, spec
+        self.http = http
+        self.spec = spec
         self.answered: asyncio.Queue[str] = asyncio.Queue()
         self.reports = Reports("/runs/run/finished", self.answered.put_nowait)
 

@@ -312,7 +312,8 @@ def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
     monkeypatch.setattr(runner_module, "BEAT_S", 0.05)
     monkeypatch.setattr(runner_module, "LOOK_S", 0.05)
     begun: queue.Queue[str] = queue.Queue()
-    over, came_to_an_end = threading.Event(), threading.Event()
+    over = threading.Event()
+    came_to_an_end = threading.Event()
 
     def hanging_agent(task: Task, endpoint: Endpoint) -> None:
         begun.put(endpoint.base_url)

@@ -66,7 +66,8 @@ def test_a_version_computes_in_the_dtype_that_the_run_began_with(run_with_weight
 
 
 def test_prompts_are_asked_as_the_file_has_them_now(run_with_weights: RunDirectory, tmp_path: Path) -> None:
-    file, measures = tmp_path / "ask, me: {now}.jsonl", Measures()
+    file = tmp_path / "ask, me: {now}.jsonl"
+    measures = Measures()
     for text in ("a", "b"):
         file.write_text(json.dumps({"prompt": text}) + "\n", encoding="utf-8")
         evaluate_apart(run_with_weights.uri, None, None, file, [], measures)

@@ -65,7 +65,8 @@ def test_a_name_that_is_not_known_is_told_those_that_are() -> None:
 
 
 def test_a_recipe_is_planned_by_its_name() -> None:
-    (code, by_name), (_, by_path) = sf("plan", "gspo"), sf("plan", "configs/recipes/gspo.yaml")
+    (code, by_name) = sf("plan", "gspo")
+    (_, by_path) = sf("plan", "configs/recipes/gspo.yaml")
     assert without_time(by_name) == without_time(by_path)
     assert code == 0
 

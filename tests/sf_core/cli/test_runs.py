@@ -72,7 +72,8 @@ def test_programs_read_runs_what_can_be_removed_and_iterations_as_json(here: Pat
 
 def test_a_missing_folder_is_not_made_for_an_output(here: Path) -> None:
     write_config(RunDirectory(str(here / "runs" / "mine")))
-    page, rows = ("report", "mine", "-o", "no/page.html"), ("export", "mine", "no/x.jsonl", "--to", "trl")
+    page = ("report", "mine", "-o", "no/page.html")
+    rows = ("export", "mine", "no/x.jsonl", "--to", "trl")
     for command in (page, rows):
         code, output = sf(*command)
         assert (code, "no does not exist: create this folder first" in output) == (2, True), output

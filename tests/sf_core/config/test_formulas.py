@@ -44,7 +44,8 @@ def test_a_formula_is_changed_as_a_whole(tmp_path: Path) -> None:
     changed = load_config(path, ["train.loss.policy={kind: cispo, high: 0.5}"])
     assert changed.train.loss.policy == Cispo(high=0.5)
     assert load_config(path, ["train.loss.policy.high=0.5"]).train.loss.policy == Clip(low=0.1, high=0.5)
-    default, cispo = RunConfig(), Cispo(high=0.5)
+    default = RunConfig()
+    cispo = Cispo(high=0.5)
     assert list(find_differences(default, changed)) == [("train.loss.policy", Clip(), cispo)]
     assert describe_differences({}, {"train": {"loss": {"policy": cispo.model_dump()}}}) == [
         "train.loss.policy {'high': 0.5, 'kind': 'cispo'} (deployed: {'beyond': 'truncate', "
@@ -97,7 +98,9 @@ def test_every_recipe_is_valid_and_has_a_page(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["greso", "bots", "progress", "april"])
 def test_a_recipe_that_only_chooses_tasks_or_devices_goes_with_a_formula(name: str) -> None:
-    formula, chosen, both = load_config("gspo"), load_config(name), load_config(["gspo", name])
+    formula = load_config("gspo")
+    chosen = load_config(name)
+    both = load_config(["gspo", name])
     assert both.train.loss == formula.train.loss and both.rollout.curriculum == chosen.rollout.curriculum
     assert both.rollout.group_size == formula.rollout.group_size
 

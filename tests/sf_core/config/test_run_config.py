@@ -307,7 +307,8 @@ def test_what_the_user_names_and_lists_are_given_as_a_whole() -> None:
 
 
 def test_the_real_model_is_trained_with_an_adapter_as_without_but_for_its_rate() -> None:
-    whole, adapter = load_config("smollm2"), load_config("smollm2-lora")
+    whole = load_config("smollm2")
+    adapter = load_config("smollm2-lora")
     assert whole.train.learning_rate is not None and adapter.train.lora is not None
     assert adapter.train.learning_rate == pytest.approx(10 * whole.train.learning_rate)
     assert {key for key, _, _ in find_differences(whole, adapter)} == {

@@ -75,11 +75,13 @@ def test_requests_are_read_as_if_they_had_no_upgrade(sent: list[tuple[bytes, ...
             for method, version, connection, upgrade, body in sent
         )
 
-    plain, heard = Heard(), Heard()
+    plain = Heard()
+    heard = Heard()
     reference = httptools.HttpRequestParser(plain)
     reference.set_dangerous_leniencies(lenient_data_after_close=True)
     reference.feed_data(encoded(False))
-    parser, data = RequestParser(heard), encoded(True)
+    parser = RequestParser(heard)
+    data = encoded(True)
     places = sorted({0, *(cut for cut in cuts if cut < len(data)), len(data)})
     for begin, end in itertools.pairwise(places):
         parser.feed_data(data[begin:end])

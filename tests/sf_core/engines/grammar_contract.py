@@ -127,7 +127,8 @@ class GrammarEngineTests(FolderEngineTests):
             request = self.asked("start: /[01]{8}/")
             engine.submit(request)
             chunks = drain(engine)
-            ids, got = ids_of(chunks), [value for chunk in chunks for value in chunk.logprobs]
+            ids = ids_of(chunks)
+            got = [value for chunk in chunks for value in chunk.logprobs]
             digits = [VOCABULARY.index(digit) for digit in "01"]
             assert {*ids[:-1]} <= {*digits} and len(ids) == 9
             for at, token in enumerate(ids[:-1]):

@@ -95,7 +95,8 @@ def damage(file: Path) -> None:
 
 
 def holds(host: HostWeights, version: int) -> bool:
-    found, expected = load_weights(host.folder), tensors(version)
+    found = load_weights(host.folder)
+    expected = tensors(version)
     assert found.keys() == expected.keys()
     same = all(torch.equal(found[name], expected[name]) for name in expected)
     return same and host.version == version
@@ -430,7 +431,8 @@ def test_what_a_killed_process_left_goes_when_the_next_one_fetches(
 def test_one_that_is_closed_while_it_fetches_leaves_nothing(
     run_with_deltas: RunDirectory, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading, go_on = threading.Event(), threading.Event()
+    reading = threading.Event()
+    go_on = threading.Event()
     allocate = os.posix_fallocate
 
     def slow(*arguments: int) -> None:
@@ -439,7 +441,8 @@ def test_one_that_is_closed_while_it_fetches_leaves_nothing(
         go_on.wait(patience())
 
     monkeypatch.setattr(os, "posix_fallocate", slow)
-    host, ended = HostWeights(), []
+    host = HostWeights()
+    ended = []
 
     def fetch() -> None:
         try:

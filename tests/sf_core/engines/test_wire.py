@@ -49,7 +49,8 @@ def test_log_probs_keep_every_bit_of_their_float32_value() -> None:
     assert sent.chunks[0].logprobs == [exact]
 
 
-WELCOME, UPDATED = wire.Welcome(WeightsRef(0, "w"), False), wire.Updated(0)
+WELCOME = wire.Welcome(WeightsRef(0, "w"), False)
+UPDATED = wire.Updated(0)
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x01", b"\x80", b"\xff\xff", wire.pack(WELCOME)])

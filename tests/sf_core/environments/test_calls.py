@@ -141,7 +141,8 @@ def test_tasks_differ_if_they_are_not_equal(one: Task, other: Task) -> None:
 
 
 def test_the_field_that_differs_is_named() -> None:
-    one, other = Task("a", "e", "p", metadata={"n": 1}), Task("a", "e", "p", metadata={"n": 2})
+    one = Task("a", "e", "p", metadata={"n": 1})
+    other = Task("a", "e", "p", metadata={"n": 2})
     assert find_difference(one, other) == "metadata was {'n': 1} and then {'n': 2}"
 
 

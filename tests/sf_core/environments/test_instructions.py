@@ -92,7 +92,8 @@ def test_tasks_are_functions_of_their_index_and_can_be_told_and_scored(index: in
 
 @pytest.mark.parametrize("pool", [words.subjects, words.keywords, words.phrases])
 def test_held_out_tasks_are_made_of_other_words(pool: Any) -> None:
-    train, held_out = set(pool("train")), set(pool("holdout"))
+    train = set(pool("train"))
+    held_out = set(pool("holdout"))
     assert train and held_out and not train & held_out
 
 

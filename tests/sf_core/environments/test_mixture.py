@@ -103,7 +103,8 @@ def worked_on(config: EnvironmentConfig, task: Task) -> Any:
     """What the agent answers, called as a runner calls it."""
 
     async def work() -> Any:
-        agent, prepare = agent_of(config), prepare_of(config)
+        agent = agent_of(config)
+        prepare = prepare_of(config)
         if prepare is None:
             return await agent(task, ENDPOINT)
         async with prepare(task) as prepared:

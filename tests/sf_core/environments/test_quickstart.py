@@ -25,7 +25,8 @@ class TestContract(EnvironmentTests):
 class TestContractOfEachKind(EnvironmentTests):
     @pytest.fixture(autouse=True)
     def _of(self, name: str) -> None:
-        self.tasks, self.reward = ENVIRONMENTS[name].task, ENVIRONMENTS[name].score
+        self.tasks = ENVIRONMENTS[name].task
+        self.reward = ENVIRONMENTS[name].score
 
 
 def test_both_kinds_come_in_equal_parts() -> None:
@@ -39,7 +40,8 @@ def test_its_parts_deal_its_tasks(names: tuple[Any, ...]) -> None:
     config = EnvironmentConfig(settings={"parts": list(names)})
     assert (list(environment.sources), parts_of(config)) == ([*names], [*names])
     for index in range(20):
-        source, place = names[index % len(names)], index // len(names)
+        source = names[index % len(names)]
+        place = index // len(names)
         dealt = environment.tasks("train", index)
         assert dealt == environment.task("train", place, source) == tasks_of(config)("train", place, source)
         assert dealt == environment.task("train", index) == ENVIRONMENTS[source].task("train", place)
@@ -76,7 +78,8 @@ def test_a_wrong_answer_earns_less() -> None:
 
 
 def test_a_demonstration_calls_the_tool_and_repeats_its_result() -> None:
-    task, demonstration = TRAINING[1], ENVIRONMENT.demonstrate(1)
+    task = TRAINING[1]
+    demonstration = ENVIRONMENT.demonstrate(1)
     call = demonstration.messages[1]["tool_calls"][0]["function"]
     assert call == {"name": "calc", "arguments": {"expression": task.metadata["expression"]}}
     assert [message["content"] for message in demonstration.messages[2:]] == [task.answer, task.answer]

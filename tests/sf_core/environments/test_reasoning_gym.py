@@ -46,7 +46,8 @@ def test_every_dataset_makes_tasks_and_scores_them(name: str) -> None:
             Dataset(name).settings()
         return
     environment = ReasoningGym(datasets={name: {}}, held_out=1)
-    held_out, trained = environment.tasks("holdout", 0), environment.tasks("train", 0)
+    held_out = environment.tasks("holdout", 0)
+    trained = environment.tasks("train", 0)
     assert trained == ReasoningGym(datasets={name: {}}, held_out=1).tasks("train", 0)
     assert held_out.prompt and trained.prompt and held_out.prompt != trained.prompt
     for task in (held_out, trained):
@@ -123,7 +124,8 @@ def test_wrong_settings_are_named(settings: dict[str, Any], sentence: str) -> No
 @pytest.mark.parametrize("name", sorted(EVALUATED))
 def test_no_answer_runs_code(name: str, tmp_path: Path) -> None:
     environment = ReasoningGym(datasets={name: {}}, held_out=1)
-    task, mark = environment.tasks("train", 0), tmp_path / "ran"
+    task = environment.tasks("train", 0)
+    mark = tmp_path / "ran"
     spelled = "+".join(f"chr({ord(letter)})" for letter in f"open({str(mark)!r}, 'w')")
     for code in (f"open({str(mark)!r}, 'w')", f"eval({spelled})", f"eval({spelled})!", f"[{code_of(mark)}]"):
         assert environment.reward(task, code) == 0.0

@@ -146,7 +146,8 @@ def test_a_host_must_do_what_the_environment_does_itself(replaced: str) -> None:
 
 def test_the_configuration_of_an_earlier_run_means_what_it_meant() -> None:
     parts = {part: f"sf_core.environments.quickstart:{part}" for part in ("tasks", "agent", "reward")}
-    old, new = setting(**parts), setting()
+    old = setting(**parts)
+    new = setting()
     for index in range(4):
         task = tasks_of(old)("holdout", index)
         assert task == tasks_of(new)("holdout", index)

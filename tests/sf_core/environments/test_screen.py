@@ -72,7 +72,8 @@ def test_the_reward_is_the_share_of_the_named_buttons() -> None:
 def test_a_demonstration_presses_every_named_button_and_sees_what_becomes_of_it() -> None:
     environment = ScreenOfButtons(targets=3)
     for index in range(20):
-        task, shown = environment.tasks("train", index), environment.demonstrate(index)
+        task = environment.tasks("train", index)
+        shown = environment.demonstrate(index)
         assert [message["role"] for message in shown.messages] == [
             "user",
             *["assistant", "tool"] * 2,
@@ -81,7 +82,8 @@ def test_a_demonstration_presses_every_named_button_and_sees_what_becomes_of_it(
         calls = [call for message in shown.messages for call in message.get("tool_calls", ())]
         clicks = "; ".join(call["function"]["arguments"]["at"] for call in calls)
         assert environment.reward(task, clicks) == 1.0
-        screen, pressed = Screen(task.metadata["rows"]), iter(clicks.split("; "))
+        screen = Screen(task.metadata["rows"])
+        pressed = iter(clicks.split("; "))
         for message in shown.messages:
             if message["role"] == "assistant":
                 x, y = next(pressed).split(",")
@@ -101,7 +103,8 @@ def test_more_buttons_than_places_are_refused() -> None:
 def test_the_agent_sends_the_screen_and_what_became_of_it(canned_model: CannedModel) -> None:
     """What it sends is what a demonstration shows."""
     environment = ScreenOfButtons()
-    task, shown = environment.tasks("train", 7), environment.demonstrate(7).messages
+    task = environment.tasks("train", 7)
+    shown = environment.demonstrate(7).messages
     written = [
         {"tool_calls": [{**call, "function": call["function"] | {"arguments": json.dumps(arguments)}}]}
         for message in shown

@@ -40,7 +40,8 @@ class TestContract(EnvironmentTests):
 
 def test_the_rows_of_an_environment_are_tasks_and_its_splits_stay_apart() -> None:
     environment = pad()
-    first, held_out = environment.tasks("train", 0), environment.tasks("holdout", 7)
+    first = environment.tasks("train", 0)
+    held_out = environment.tasks("holdout", 7)
     assert (first.prompt, first.answer) == ("How long is train?", "5")
     assert (held_out.prompt, held_out.answer) == ("How long is evalxxxxxxx?", "11")
     # the 41st is held out too

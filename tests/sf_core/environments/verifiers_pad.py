@@ -22,7 +22,8 @@ def short(completion: list[dict[str, Any]]) -> float:
 
 
 def load_environment(kind: str = "single", rows: int = 40, evaluated: bool = True) -> vf.Environment:
-    train, other = rows_of("train", rows), rows_of("eval", 8)
+    train = rows_of("train", rows)
+    other = rows_of("eval", 8)
     given = {
         # one row is in both
         "dataset": Dataset.from_list(train + other[:1]),

@@ -59,7 +59,8 @@ def compute_logprobs(
     if factors is not None:
         named = {".".join(split_name(name)): tensor for name, tensor in factors.items()}
         decoder = decoder.with_factors(named, scale)
-    ids, positions = torch.arange(24) % 50, torch.arange(12).repeat(2)
+    ids = torch.arange(24) % 50
+    positions = torch.arange(12).repeat(2)
     with torch.inference_mode():
         hidden = decoder.run(ids, positions, lambda _, q, k, v: causal_attention(q, k, v, 2))
         return decoder.head(hidden).log_softmax(-1)
@@ -78,7 +79,8 @@ def test_factors_beside_the_weights_compute_what_merged_weights_do(
 ) -> None:
     folder = model_folders(kind)
     adapter = Adapter(rank, 2.0 * rank, tuple(sorted(targets)))
-    factors, weights = make_drawn(adapter, folder, seed), load_weights(folder)
+    factors = make_drawn(adapter, folder, seed)
+    weights = load_weights(folder)
     projections = PACKED if packed else PLAIN
     beside = compute_logprobs(weights, folder, projections, factors, adapter.scale)
     merged = compute_logprobs(merge(weights, factors, adapter.scale), folder, projections)
@@ -97,11 +99,9 @@ def test_first_factors_change_nothing_bit_for_bit(model_folders: ModelFolders) -
 
 def test_first_factors_follow_from_the_seed_alone(model_folders: ModelFolders) -> None:
     shapes = shape_factors(Adapter(4, 8.0, ALL), linears_of(model_folders("qwen3")))
-    first, reordered, other = (
-        make_factors(shapes, 3),
-        make_factors(dict(reversed(shapes.items())), 3),
-        make_factors(shapes, 4),
-    )
+    first = make_factors(shapes, 3)
+    reordered = make_factors(dict(reversed(shapes.items())), 3)
+    other = make_factors(shapes, 4)
     assert all(torch.equal(first[name], reordered[name]) for name in shapes)
     assert not torch.equal(first[min(shapes)], other[min(shapes)])
     for name, tensor in first.items():
@@ -124,7 +124,8 @@ def test_peft_reads_what_is_written(model_folders: ModelFolders, tmp_path: Path)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    folder, adapter = model_folders("qwen3"), Adapter(4, 6.0, ("o_proj", "q_proj"))
+    folder = model_folders("qwen3")
+    adapter = Adapter(4, 6.0, ("o_proj", "q_proj"))
     factors = make_drawn(adapter, folder, 1)
     save_adapter(str(tmp_path), factors, adapter.encode("the start folder"), 7)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(tmp_path))

@@ -152,7 +152,8 @@ def test_a_policy_that_does_not_see_has_no_sight(builtin_policy: Path) -> None:
 @pytest.mark.parametrize("tools", [None, [CALCULATOR.schema]])
 def test_pictures_are_shown_where_they_stand(tools: list[object] | None) -> None:
     picture = {"type": "image", "sha256": "0" * 64, "width": 56, "height": 56}
-    seeing, marks = make_tokenizer(sees=True), "<|vision_start|><|image_pad|><|vision_end|>"
+    seeing = make_tokenizer(sees=True)
+    marks = "<|vision_start|><|image_pad|><|vision_end|>"
     text = seeing.apply_chat_template(
         [
             {"role": "user", "content": [{"type": "text", "text": "Look: "}, picture, picture]},

@@ -13,8 +13,12 @@ def test_in_bfloat16_engines_and_trainers_round_a_product_with_an_adapters_part_
         return torch.randn(*shape, generator=random).bfloat16()
 
     for num in (1, 37, 512):
-        x, plus, onto = draw(num, 64), draw(num, 96), draw(num, 96)
-        weight, gate, up = draw(96, 64), draw(48, 64), draw(48, 64)
+        x = draw(num, 64)
+        plus = draw(num, 96)
+        onto = draw(num, 96)
+        weight = draw(96, 64)
+        gate = draw(48, 64)
+        up = draw(48, 64)
         for of_trainer, of_engine in (
             (projections.linear(weight, None)(x, plus) for projections in (PLAIN, PACKED)),
             (projections.residual(weight, None)(x, onto, plus) for projections in (PLAIN, PACKED)),

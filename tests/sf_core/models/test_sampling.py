@@ -160,7 +160,9 @@ def test_a_row_without_a_distribution_changes_no_other_row(num_tokens: int, top_
     how = temperature, np.full(7, top_p, np.float32), np.full(7, top_k), np.full(7, 1 - 2**-53)
     sound = [0, 6]
     expected = sample(logits[sound], *(values[sound] for values in how))
-    logits[1], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
+    logits[1] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3] = -torch.inf
     tokens, logprobs = sample(logits, *how)
     assert [tokens[sound].tolist(), logprobs[sound].tolist()] == [values.tolist() for values in expected]
     assert np.isnan(np.delete(logprobs, sound)).all()

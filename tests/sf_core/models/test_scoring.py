@@ -13,7 +13,8 @@ from tests.closeness import assert_rounded
 from tests.memory import peak_bytes
 from tests.patience import patience
 
-VOCABULARY, WIDTH = 40, 16
+VOCABULARY = 40
+WIDTH = 16
 Settings = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
@@ -27,7 +28,8 @@ def by_the_definition(
     logits: torch.Tensor, token_ids: torch.Tensor, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token by token, in double precision, with the gradient of autograd."""
-    logprobs, entropies = [], []
+    logprobs = []
+    entropies = []
     for row, token, temperature, top_p, top_k in zip(logits.double(), token_ids, *settings, strict=True):
         whole = (row / (float(temperature) or 1.0)).log_softmax(0)
         best = whole.detach().argsort(descending=True)
@@ -174,7 +176,9 @@ def test_a_split_head_gives_every_process_the_same_scores_and_its_part_of_the_gr
     whole = score(hidden, head, token_ids, *settings)
     slopes = (gradient, -0.7 * gradient.flip(0))
     of_hidden, of_head = torch.autograd.grad(whole, (hidden, head), slopes)
-    cuts, meet, given = (slice(0, 24), slice(24, VOCABULARY)), threading.Barrier(2), {}
+    cuts = (slice(0, 24), slice(24, VOCABULARY))
+    meet = threading.Barrier(2)
+    given = {}
 
     def process(own: slice) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         def gather(logits: torch.Tensor) -> torch.Tensor:
@@ -286,6 +290,7 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(
             lambda: torch.stack(score(hidden, head, token_ids, *settings, target=target)).sum().backward()
         )
 
-    few, many = peak(64), peak(1024)
+    few = peak(64)
+    many = peak(1024)
     assert few > 16 * 4 * 4096, "the chunk is seen"
     assert many - few < 1024 * 100, "tens of bytes for each token"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from sf_core.pictures.positions import count_sides, place_tokens
 from sf_core.types import PictureSpan
 
-TALL, WIDE = PictureSpan("a", 2, 6, 84, 56), PictureSpan("b", 9, 4, 28, 112)
+TALL = PictureSpan("a", 2, 6, 84, 56)
+WIDE = PictureSpan("b", 9, 4, 28, 112)
 
 
 def test_text_goes_on_behind_the_larger_side_of_a_picture() -> None:

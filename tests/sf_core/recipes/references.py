@@ -18,7 +18,9 @@ from tests.sf_core.recipes.batches import samples
 
 FILE = Path(__file__).parents[2] / "data" / "references.npz"
 
-ROWS, WIDTH, GROUP = 8, 12, 4
+ROWS = 8
+WIDTH = 12
+GROUP = 4
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -76,7 +78,8 @@ def differences(theirs: Arrays) -> dict[str, dict[str, float]]:
     """Largest difference of value and gradient to what the file has, by formula."""
     found = {}
     for name, (value, gradient) in ours().items():
-        wanted, slope = theirs[f"{name}/value"], theirs[f"{name}/gradient"]
+        wanted = theirs[f"{name}/value"]
+        slope = theirs[f"{name}/gradient"]
         found[name] = {
             "value": float(np.abs(value - wanted).max()),
             "gradient": float(np.abs(gradient - slope).max()) if slope.size else 0.0,
@@ -95,7 +98,8 @@ def _loss(loss: LossConfig) -> tuple[np.ndarray, np.ndarray]:
     given = inputs()
     mask = torch.from_numpy(given["mask"])
     new = torch.from_numpy(given["new"]).requires_grad_()
-    old, reference = torch.from_numpy(given["old"])[mask], torch.from_numpy(given["reference"])[mask]
+    old = torch.from_numpy(given["old"])[mask]
+    reference = torch.from_numpy(given["reference"])[mask]
     row = torch.arange(ROWS).unsqueeze(1).expand_as(mask)[mask]
     advantages = torch.from_numpy(given["advantages"])[row]
     losses = loss.policy(Tokens(new[mask], old, advantages, row, ROWS))

@@ -95,8 +95,10 @@ def test_with_the_deviation_of_n_it_is_what_earlier_versions_computed_bit_for_bi
 
 
 def test_by_hand() -> None:
-    rewards, groups = [1.0, 0.0, 0.0, 2.0, 6.0, 4.0], [0, 0, 0, 1, 1, 1]
-    third, spread = math.sqrt(1 / 3), 2.0
+    rewards = [1.0, 0.0, 0.0, 2.0, 6.0, 4.0]
+    groups = [0, 0, 0, 1, 1, 1]
+    third = math.sqrt(1 / 3)
+    spread = 2.0
     by_kind: dict[Advantage, list[float]] = {
         Grpo(): [2 / 3 / third, -1 / 3 / third, -1 / 3 / third, -2 / spread, 2 / spread, 0],
         Grpo(scale="none"): [2 / 3, -1 / 3, -1 / 3, -2, 2, 0],
@@ -179,7 +181,8 @@ def test_turns_are_compared_by_their_number_in_what_they_earned_from_there_on() 
     assert np.array_equal(found[3] != 0, masks[3]) and np.array_equal(found[3], -found[4])
     found = found[:3]
     episode = np.array([1.0, 0.0, -1.0])
-    firsts, seconds = np.array([1 + 0.5 * 4, 1.0, 1 + 0.5 * 2]), np.array([4.0, 0.0, 2.0])
+    firsts = np.array([1 + 0.5 * 4, 1.0, 1 + 0.5 * 2])
+    seconds = np.array([4.0, 0.0, 2.0])
     for token, returns in ((1, firsts), (3, seconds), (4, seconds)):
         expected = episode + 2.0 * (returns - returns.mean()) / returns.std(ddof=1)
         np.testing.assert_allclose(found[:, token], expected, atol=1e-4)
@@ -194,7 +197,8 @@ STEPS = [
 
 
 def test_a_turn_that_two_branches_hold_counts_once_among_its_peers() -> None:
-    first, fork = np.array([True, True, False]), np.array([False, False, True])
+    first = np.array([True, True, False])
+    fork = np.array([False, False, True])
     shared = {"sessions": np.array([0, 0, 1]), "masks": [first, fork, first]}
     answers = turns((0, 0, 1, 3.0), (0, 1, 2, 0.0), (1, 0, 1, 3.0), (1, 2, 3, 0.0), (2, 0, 1, 1.0))
     drawn = samples([1.0, 1.0], [0, 0], turns=answers, versions=[np.zeros(3, np.int32)] * 3, **shared)
@@ -205,7 +209,11 @@ def test_a_turn_that_two_branches_hold_counts_once_among_its_peers() -> None:
 @given(st.data())
 def test_what_branches_share_earns_the_mean_of_all_that_hold_it(data: st.DataObject) -> None:
     """Random trees: each row copies a prefix of an earlier row of its session."""
-    sessions, tokens, masks, parents, shared = [], [], [], [], []
+    sessions = []
+    tokens = []
+    masks = []
+    parents = []
+    shared = []
     for row in range(data.draw(st.integers(1, 7))):
         length = data.draw(st.integers(1, 6))
         parent = data.draw(st.integers(-1, row - 1))
@@ -250,7 +258,9 @@ def test_without_branches_a_tree_is_a_group(drawn: list[tuple[float, int]]) -> N
 def test_a_pair_has_the_gradient_of_the_pairwise_loss(drawn: list[tuple[float, ...]], ratio: float) -> None:
     policy, reference, sampled = (torch.tensor(column).reshape(4, 2) for column in zip(*drawn, strict=True))
     policy.requires_grad_()
-    best, worst, eta = 2, 1, 0.5
+    best = 2
+    worst = 1
+    eta = 0.5
     of_policy, of_reference, of_sampled = (
         t[best].double().sum() - t[worst].double().sum() for t in (policy, reference, sampled)
     )
@@ -291,7 +301,8 @@ def naive_gae(rewards: list[float], values: list[float], gamma: float, lam: floa
 def test_gae_goes_over_trained_tokens_alone(
     tokens: list[tuple[bool, float]], gamma: float, lam: float, step: float
 ) -> None:
-    mask, values = np.array([m for m, _ in tokens]), np.array([v for _, v in tokens], np.float32)
+    mask = np.array([m for m, _ in tokens])
+    values = np.array([v for _, v in tokens], np.float32)
     scores = {"values": [np.where(mask, values, 0).astype(np.float32)]}
     answer = turns((0, 0, (mask.argmax() if mask.any() else 0) + 1, step))
     drawn = samples([1.5], [0], masks=[mask], scores=scores, turns=answer)
@@ -300,7 +311,8 @@ def test_gae_goes_over_trained_tokens_alone(
     rewards = np.array([0.0] * (len(own) - 1) + [1.5])
     rewards[0] += step
     expected = naive_gae(rewards.tolist(), own, gamma, lam) if own else []
-    (found,), (returns,) = gae(drawn), gae.returns(drawn)
+    (found,) = gae(drawn)
+    (returns,) = gae.returns(drawn)
     size = np.abs([1.5, *expected]).max()
     assert_rounded(found[mask], expected, 2, scale=size)
     assert not found[~mask].any()

@@ -83,7 +83,8 @@ def test_however_often_and_in_whatever_order_outcomes_are_told_the_memory_is_the
     shuffled = history + random.choices(history, k=10)
     random.shuffle(shuffled)
     cut = data.draw(st.integers(0, len(shuffled)))
-    one, other = tasks_of(rules), tasks_of(rules)
+    one = tasks_of(rules)
+    other = tasks_of(rules)
     # the one is restored after a restart: it is told what the other has picked
     for group in range(data.draw(st.integers(0, 3))):
         one.note(begin(other, 900 + group))
@@ -98,12 +99,14 @@ def test_however_often_and_in_whatever_order_outcomes_are_told_the_memory_is_the
 def test_rules_that_come_later_judge_what_was_there_before(
     history: list[Outcome], before: dict[str, Any], after: dict[str, Any], pool: int
 ) -> None:
-    changed, new = tasks_of(before), tasks_of({"pool": pool, **after})
+    changed = tasks_of(before)
+    new = tasks_of({"pool": pool, **after})
     changed.observe(history)
     begin(changed, 499)
     changed.set_rules(Curriculum.model_validate({"pool": pool, **after}), None, 4, 0)
     new.observe(history)
-    new.in_flight, new.positions = Counter(changed.in_flight), dict(changed.positions)
+    new.in_flight = Counter(changed.in_flight)
+    new.positions = dict(changed.positions)
     assert changed.past == new.past
     assert picked(changed, 500, 5) == picked(new, 500, 5)
 
@@ -115,7 +118,8 @@ def test_no_task_is_in_flight_twice_unless_it_is_counted(
     tasks = tasks_of({"pool": pool, **rules})
     live: list[tuple[int, Pick]] = []
     for group in range(60):
-        busy, repeated = {pick.task for _, pick in live}, tasks.num_repeated
+        busy = {pick.task for _, pick in live}
+        repeated = tasks.num_repeated
         pick = begin(tasks, group)
         live.append((group, pick))
         assert 0 <= pick.task.number < pool
@@ -308,7 +312,8 @@ def test_groups_from_outside_are_of_no_task() -> None:
 )
 def test_the_picks_are_the_same_when_pools_are_weighed_before(rules: dict[str, Any]) -> None:
     told = [outcome(group, TaskRef("a" if "stages" in rules else "", group), [1.0] * 4) for group in range(9)]
-    weighed, other = tasks_of(rules), tasks_of(rules)
+    weighed = tasks_of(rules)
+    other = tasks_of(rules)
     for tasks in (weighed, other):
         tasks.observe(told)
     weighed.weigh()

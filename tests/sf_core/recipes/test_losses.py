@@ -78,7 +78,8 @@ def test_beyond_a_dual_cap_a_token_has_the_loss_of_the_cap_and_no_gradient() -> 
 
 @pytest.mark.parametrize("loss", [SETTINGS, Clip(cap=None), SequenceClip()])
 def test_on_policy_the_loss_is_minus_the_advantage(loss: PolicyLoss) -> None:
-    logprobs, advantages = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, -1.5])
+    logprobs = torch.tensor([-1.0, -2.0])
+    advantages = torch.tensor([0.5, -1.5])
     same = tokens(logprobs, logprobs, advantages)
     assert loss(same).tolist() == [-0.5, 1.5]
     assert gradient(loss, same).tolist() == [-0.5, 1.5]
@@ -153,7 +154,8 @@ def brute_force_bound(log_ratios: list[float], advantages: list[float], budget: 
 def test_m2po_bounds_the_second_moment_of_the_log_ratio(
     drawn: list[tuple[float, float]], budget: float
 ) -> None:
-    log_ratios, advantages = [r for r, _ in drawn], [a for _, a in drawn]
+    log_ratios = [r for r, _ in drawn]
+    advantages = [a for _, a in drawn]
     squares = np.sort([r * r for r, a in drawn if r * a > 0])
     # where a mean is the budget but for rounding, either decision is right
     assume((np.abs(np.cumsum(squares) / np.arange(1, len(squares) + 1) - budget) > 1e-12).all())
@@ -193,7 +195,8 @@ def test_the_gradient_of_each_estimate_in_the_loss_is_the_one_that_its_setting_n
 ) -> None:
     """The mean over all tokens that the policy may sample, in float64, against the exact divergences."""
     logits = torch.tensor(drawn[0], dtype=torch.float64, requires_grad=True)
-    policy, reference = logits.log_softmax(0), torch.tensor(drawn[1], dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+    reference = torch.tensor(drawn[1], dtype=torch.float64).log_softmax(0)
 
     def of(loss: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(loss, logits, retain_graph=True)[0]
@@ -234,7 +237,8 @@ def test_a_correction_is_the_ratio_up_to_its_cap(settings: dict[str, object], ex
 
 
 def test_a_value_that_has_moved_too_far_has_no_gradient_but_where_it_is_worse() -> None:
-    before, returns = torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, 0.1])
+    before = torch.zeros(4)
+    returns = torch.tensor([1.0, 1.0, -1.0, 0.1])
     values = torch.tensor([0.1, 0.5, 0.5, 0.3], requires_grad=True)
     loss = Critic(clip=0.2)(values, before, returns)
     assert loss.tolist() == pytest.approx([0.405, 0.32, 1.125, 0.02])
@@ -251,7 +255,8 @@ def test_the_mean_is_that_over_units_whatever_their_rows(drawn: list[tuple[int, 
     """Against the definition, with a value for every token."""
     random = np.random.default_rng(0)
     values = [random.normal(size=length) for length, _ in drawn]
-    lengths, units = np.array([float(length) for length, _ in drawn]), np.array([unit for _, unit in drawn])
+    lengths = np.array([float(length) for length, _ in drawn])
+    units = np.array([unit for _, unit in drawn])
     factors, total = mean_over(
         lengths, None if over == "token" else [str(unit) for unit in units], 7 if over == "constant" else None
     )
@@ -280,7 +285,8 @@ def test_the_mean_is_that_over_units_whatever_their_rows(drawn: list[tuple[int, 
 def test_a_loss_does_not_depend_on_other_rows(make: Callable[[], PolicyLoss]) -> None:
     random = torch.Generator().manual_seed(0)
     logprobs, old, advantages = (torch.randn(12, generator=random, dtype=torch.float64) for _ in range(3))
-    row, loss = [0] * 5 + [1] * 4 + [2] * 3, make()
+    row = [0] * 5 + [1] * 4 + [2] * 3
+    loss = make()
     together = loss(tokens(logprobs, old, advantages, row)).tolist()
     places = [range(5), range(5, 9), range(9, 12)]
     alone = [loss(tokens(logprobs[[*i]], old[[*i]], advantages[[*i]])).tolist() for i in places]

@@ -23,5 +23,6 @@ def test_what_a_reward_function_tells_apart_is_not_equal(reward: float, differen
 
 
 def test_arrays_are_compared_element_by_element() -> None:
-    low, high = np.array([0.0, 1.0, -5e6]), np.array([1e-12, 2.0, -5e6 + 1e-3])
+    low = np.array([0.0, 1.0, -5e6])
+    high = np.array([1e-12, 2.0, -5e6 + 1e-3])
     assert are_equal(low, high).tolist() == [True, False, True]

@@ -49,7 +49,8 @@ def test_sessions_are_counted_once_and_groups_in_the_order_in_which_they_come(tm
 
 
 def test_turns_are_those_that_were_sampled_and_rows_know_their_parents(tmp_path: Path) -> None:
-    asked, answered = TurnSpan("user", 0, 1), TurnSpan("assistant", 1, 2, "stop", "r0", reward=0.5)
+    asked = TurnSpan("user", 0, 1)
+    answered = TurnSpan("assistant", 1, 2, "stop", "r0", reward=0.5)
     written_by_the_agent = TurnSpan("assistant", 2, 3)
     last = TurnSpan("assistant", 3, 4, "stop", "r0")
     found = samples_of(

@@ -18,7 +18,8 @@ from sf_core.recipes.weights import (
 )
 from tests.sf_core.recipes.batches import samples
 
-REWARDS, GROUPS = [1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1]
+REWARDS = [1.0, 0.0, 1.0, 0.0]
+GROUPS = [0, 0, 1, 1]
 CUT = np.array([True, False, False, False])
 
 

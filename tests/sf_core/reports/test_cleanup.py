@@ -244,7 +244,8 @@ def test_a_measurement_that_was_interrupted_goes_and_one_with_a_result_stays(roo
 
 @pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/00001"])
 def test_what_a_link_out_of_the_run_leads_to_stays(root: Path, linked: str) -> None:
-    run, elsewhere = make(root, "a", 3), root.parent / "elsewhere"
+    run = make(root, "a", 3)
+    elsewhere = root.parent / "elsewhere"
     Path(run.path(linked)).rename(elsewhere)
     Path(run.path(linked)).symlink_to(elsewhere)
     before = sorted(elsewhere.rglob("*"))
@@ -273,9 +274,11 @@ def test_the_journal_goes_only_from_a_finished_run(root: Path) -> None:
 
 
 def test_pictures_that_nobody_was_shown_go_from_a_finished_run(root: Path) -> None:
-    going, finished = make(root, "a", 3), make(root, "b", 4)
+    going = make(root, "a", 3)
+    finished = make(root, "b", 4)
     for run in (going, finished):
-        seen, _ = store_picture(run.media_dir, b"seen"), store_picture(run.media_dir, b"unseen")
+        seen = store_picture(run.media_dir, b"seen")
+        _ = store_picture(run.media_dir, b"unseen")
         row = trajectory("s", [-1, -1, 0], images=[PictureSpan(seen, 0, 2, 28, 56)], turns=[])
         write_trajectories(run, 7, [row], "part", "evaluations", sees=True)
     unseen = hashlib.sha256(b"unseen").hexdigest()
@@ -325,7 +328,8 @@ def test_object_stores_are_cleaned_too(tmp_path: Path) -> None:
 
 def test_a_run_that_is_worked_on_is_refused_and_left_alone_among_others(root: Path) -> None:
     with served(root, "busy") as (url, http):
-        busy, idle = make(root, "busy", 3, url=url), make(root, "idle", 3)
+        busy = make(root, "busy", 3, url=url)
+        idle = make(root, "idle", 3)
         code, output = sf("gc", busy.uri, "--yes")
         assert (code, output) == (2, "error: busy: the run is in use; stop it or wait until it ends")
         code, output = sf("gc", str(root), "--yes")
@@ -455,7 +459,8 @@ def test_the_list_shows_state_iterations_rewards_and_size(root: Path) -> None:
 
 
 def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(root: Path) -> None:
-    other, run = make(root, "other", 3), make(root, "run", 3)
+    other = make(root, "other", 3)
+    run = make(root, "run", 3)
     shutil.copytree(run.uri, root / "copy")
     fault = f"{root / 'copy'}/manifests/00002/publish.json: manifest is for run_id 'run', expected 'copy'"
     fault += "; name the folder of the run run again"

@@ -368,7 +368,8 @@ def test_pictures_are_parts_and_files_in_trl(tmp_path: Path) -> None:
     export(run.uri, "trl", str(out))
     (row,) = lines(out)
     assert row["images"] == pictures
-    image, text = {"type": "image", "text": None}, {"type": "text", "text": "press"}
+    image = {"type": "image", "text": None}
+    text = {"type": "text", "text": "press"}
     assert row["prompt"] == [{"role": "user", "content": [text, image]}]
     assert [message["content"] for message in row["completion"]] == [
         [],

@@ -56,7 +56,8 @@ def work(client: Client, owner: str, *workers: str) -> None:
 
 
 def test_a_second_run_waits_until_the_first_has_given_its_workers_back(tagged_client: Client) -> None:
-    scheduler, told = tagged_client.scheduler.address, []
+    scheduler = tagged_client.scheduler.address
+    told = []
     work(tagged_client, "first.1.1", "a0", "t0")
 
     def hear(sentence: str) -> None:

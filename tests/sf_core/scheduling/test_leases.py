@@ -330,7 +330,8 @@ class Cluster(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         """Train an iteration and begin the next one. What was told to yield ends."""
-        bench, self.trained = self.bench, self.trained + 1
+        bench = self.bench
+        self.trained = self.trained + 1
         self.revoked |= {lease_id for _, lease_id in bench.leases.to_revoke(self.trained)}
         bench.ended |= dict.fromkeys(self.revoked - bench.ended.keys(), LeaseEnd("revoked"))
         self.do(bench.replan())

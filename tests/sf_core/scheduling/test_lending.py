@@ -91,7 +91,9 @@ def test_dearer_switches_never_bring_a_loan_about(
 def test_no_minute_sees_more_switches_than_the_bound(
     bound: int, questions: list[tuple[float, float, float | None, int]]
 ) -> None:
-    made, now, loans = gate(0.0, 0.0, bound), 0.0, []
+    made = gate(0.0, 0.0, bound)
+    now = 0.0
+    loans = []
     for later, units, seconds, devices in questions:
         now += later
         if made.decide(now, WorkLeft(units, seconds, devices, lent=4)).lend:

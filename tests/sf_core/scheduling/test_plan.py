@@ -359,7 +359,9 @@ def test_duties_are_given_only_to_workers_that_carry_their_tags(
     assert plan.rollout or plan.lent
 
 
-DUAL, ROLLS, AGENT = {"tags": ["rollout", "train"]}, {"tags": ["rollout"]}, {"tags": ["agent"]}
+DUAL = {"tags": ["rollout", "train"]}
+ROLLS = {"tags": ["rollout"]}
+AGENT = {"tags": ["agent"]}
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,9 @@ def test_a_worker_is_forked_from_a_template_that_has_its_modules_and_settings(
     process = worker_bench.sf_worker("t2", "--tags", "train", "--threads", "3", SF_EMULATED="")
     assert worker_bench.await_worker(process).shared_host == "127.0.0.1", "it computes on the host's CPU"
     await_nanny(worker_bench, "t2")
-    nanny, template, first = psutil.Process(process.pid()), template_of(process.pid()), tasks_process(process)
+    nanny = psutil.Process(process.pid())
+    template = template_of(process.pid())
+    first = tasks_process(process)
     assert template is not None
     assert [has_torch(one) for one in (nanny, template, first)] == [False, True, True]
     # the allocator reads them when a program begins, which a fork does not

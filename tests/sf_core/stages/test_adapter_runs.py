@@ -69,7 +69,8 @@ def test_an_adapter_is_made_that_changes_nothing_yet(tmp_path: Path) -> None:
     run = begin(tmp_path, train={"lora": {}}, seed=5)
     data = started(run)
     assert started(run) == data
-    adapter, linears = read_adapter(run.start_adapter_dir), linears_of(run.start_dir)
+    adapter = read_adapter(run.start_adapter_dir)
+    linears = linears_of(run.start_dir)
     assert adapter == Adapter(32, 64.0, ALL)
     shapes = shape_factors(adapter, linears)
     factors = load_weights(run.version_dir(0))
@@ -136,7 +137,8 @@ def test_an_adapter_that_was_tuned_before_is_copied_as_it_is(tmp_path: Path, pol
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    before, copied = load_weights(str(tuned)), load_weights(run.start_adapter_dir)
+    before = load_weights(str(tuned))
+    copied = load_weights(run.start_adapter_dir)
     assert before.keys() == copied.keys() and {t.dtype for t in copied.values()} == {torch.bfloat16}
     assert all(torch.equal(before[name], copied[name]) for name in before)
     assert open_weights(run.start_adapter_dir)[0].metadata["version"] == "0"
@@ -244,8 +246,10 @@ def test_the_trained_policy_is_merged_once(
 ) -> None:
     run, adapter = trained(tmp_path, policy_copy, dtype, stored)
     export(run)
-    base, factors = load_weights(run.start_dir), load_weights(run.weights_dir(1))
-    merged, kind = load_weights(run.policy_dir), getattr(torch, dtype)
+    base = load_weights(run.start_dir)
+    factors = load_weights(run.weights_dir(1))
+    merged = load_weights(run.policy_dir)
+    kind = getattr(torch, dtype)
     assert merged.keys() == base.keys() and {t.dtype for t in merged.values()} == {kind}
     for name, weight in base.items():
         up = factors.get(f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight")
@@ -310,13 +314,15 @@ def test_a_version_of_an_adapter_is_measured_with_its_policy(tmp_path: Path, pol
     run, adapter = trained(tmp_path, policy_copy, "float32", "float32")
     for version in (0, 1):
         measurement = open_measurement(run.uri, version, [])
-        config, measured = measurement.config, measurement.directory
+        config = measurement.config
+        measured = measurement.directory
         measurement.begin()
         assert measured.read_config(RunConfig) == config and config.train.lora is not None
         check_start(config)
         folder = measured.version_dir(0)
         assert folder == measured.start_adapter_dir and read_adapter(folder) == adapter
-        factors, published = load_weights(folder), load_weights(run.version_dir(version))
+        factors = load_weights(folder)
+        published = load_weights(run.version_dir(version))
         assert all(torch.equal(factors[name], published[name]) for name in published)
         base = load_weights(run.start_dir)
         assert all(torch.equal(t, base[name]) for name, t in load_weights(measured.start_dir).items())
@@ -361,7 +367,8 @@ def test_merged_weights_are_those_of_the_model_with_the_factors_beside_it(
         torch.randn(*shape, generator=random)
         for shape in ((out, width), (out, rank), (rank, width), (3, width))
     )
-    weights, other = {"a.weight": base, "b.weight": base}, base.clone()
+    weights = {"a.weight": base, "b.weight": base}
+    other = base.clone()
     merge(weights, {name_factor("a", "lora_A"): down, name_factor("a", "lora_B"): up}, scale, dtype)
     assert weights["b.weight"] is base and torch.equal(base, other)
     base, up, down = (tensor.to(dtype).double() for tensor in (base, up, down))

@@ -115,7 +115,9 @@ def user(text: str) -> dict[str, str]:
 def fill(run: Sampled) -> None:
     """Fill a batch with groups 9, 11 and 12; 10 is rejected, because one of its sessions fails twice."""
     claims = run.plane.claim(9)
-    nine, ten, eleven = claims[:3], claims[3:6], claims[6:]
+    nine = claims[:3]
+    ten = claims[3:6]
+    eleven = claims[6:]
     # with version 0, of lag 1 in this iteration
     begun = run.ask(nine[0], [user("a")], 3)
     run.ask(nine[1], [user("a")], 4)
@@ -286,14 +288,16 @@ def test_what_is_kept_is_taught_as_a_batch_of_it_alone_would_be(
     ]
     made = {"advantage": advantage, "weights": ["overlong"]}
     with TemporaryDirectory() as folder:
-        all_of_it, one = RunDirectory(f"{folder}/all"), RunDirectory(f"{folder}/alone")
+        all_of_it = RunDirectory(f"{folder}/all")
+        one = RunDirectory(f"{folder}/alone")
         batch, found = filtered(all_of_it, rows, select={"kind": "extremes", "keep": keep}, **made)
         decisions = batch["decision"].to_pylist()
         alone, expected = filtered(
             one, [row for row, why in zip(rows, decisions, strict=True) if why == "train"], **made
         )
     assert batch["session_id"].to_pylist() == [row.session_id for row in rows], "all rows are there"
-    kept, left_out = select_training_rows(batch), batch.filter(pc.not_equal(batch["decision"], "train"))
+    kept = select_training_rows(batch)
+    left_out = batch.filter(pc.not_equal(batch["decision"], "train"))
     assert set(left_out["decision"].to_pylist()) <= {"not_extreme"}
     for column in ("session_id", "advantages", "weights", "decision"):
         assert kept[column].to_pylist() == alone[column].to_pylist()

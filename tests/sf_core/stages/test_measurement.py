@@ -32,13 +32,15 @@ def changed_run(runs_root: str, tmp_path: Path) -> RunDirectory:
 def test_a_version_is_version_0_of_a_run_directory_of_its_own(changed_run: RunDirectory) -> None:
     changes = ["evaluate.num_tasks=3", "rollout.temperature=0"]
     measurement = open_measurement(changed_run.uri, None, changes)
-    config, measured = measurement.config, measurement.directory
+    config = measurement.config
+    measured = measurement.directory
     assert measured.uri.startswith(f"{changed_run.uri}/measured/v00002-")
     assert (config.evaluate.num_tasks, config.rollout.temperature) == (3, 0.0)
     assert not files.exists(measured.path("config.json"))
     measurement.begin()
     assert measured.read_config(RunConfig) == config
-    weights, start = load_weights(measured.start_dir), load_weights(changed_run.start_dir)
+    weights = load_weights(measured.start_dir)
+    start = load_weights(changed_run.start_dir)
     assert all(bool((weights[name] == start[name] + 1).all()) for name in start)
     assert files.exists(f"{measured.start_dir}/tokenizer.json")
     assert open_evaluation(config).version == 0
@@ -64,7 +66,8 @@ def test_an_interrupted_measurement_is_begun_again(changed_run: RunDirectory) ->
     measurement = open_measurement(changed_run.uri, 2, [])
     files.copy_folder(changed_run.start_dir, measurement.directory.start_dir)
     measurement.begin()
-    weights, start = load_weights(measurement.directory.start_dir), load_weights(changed_run.start_dir)
+    weights = load_weights(measurement.directory.start_dir)
+    start = load_weights(changed_run.start_dir)
     assert all(bool((weights[name] == start[name] + 1).all()) for name in start)
 
 

@@ -117,7 +117,8 @@ def test_an_attempt_at_another_run_leaves_nothing_of_one_without_a_batch(tmp_pat
 
 
 def test_deadlines_of_workers_grow_with_the_time_that_copying_the_policy_took(tmp_path: Path) -> None:
-    small, config = configured(tmp_path / "small"), configured(tmp_path / "large")
+    small = configured(tmp_path / "small")
+    config = configured(tmp_path / "large")
     run = begin_attempt(small)
     commit(RunDirectory(run.uri), None, "start", data={"copied_s": 1.9})
     assert OpenRun(run).config == small, "what is so small takes no time"
@@ -137,7 +138,8 @@ def test_deadlines_of_workers_grow_with_the_time_that_copying_the_policy_took(tm
 
 def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path: Path) -> None:
     config = configured(tmp_path)
-    older, newer = begin_attempt(config), begin_attempt(config)
+    older = begin_attempt(config)
+    newer = begin_attempt(config)
     for stage in STAGES:
         commit(RunDirectory(newer.uri), 0, stage, attempt=newer.attempt)
     refusal = "r: attempt 1 was superseded by a later attempt and must not "
@@ -150,7 +152,8 @@ def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path:
 
 def test_stages_are_pending_in_order_from_the_first_that_is_not_committed(tmp_path: Path) -> None:
     ref = begin_attempt(configured(tmp_path))
-    run, seen = OpenRun(ref), []
+    run = OpenRun(ref)
+    seen = []
     for _ in range(2 * len(STAGES)):
         iteration = run.iterations_left().start
         stage = run.list_pending_stages(iteration)[0]

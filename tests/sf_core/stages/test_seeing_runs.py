@@ -114,7 +114,8 @@ def test_a_run_starts_from_the_whole_policy_that_its_warm_start_has_made(tmp_pat
     folder = RunDirectory(str(tmp_path / "next")).start_dir
     copies = copy_warmed(run.uri, folder)
     assert sorted(map(Path, list_files(folder))) == sorted(Path(ref.uri) for ref in copies)
-    found, wanted = load_weights(folder), load_weights(run.policy_dir)
+    found = load_weights(folder)
+    wanted = load_weights(run.policy_dir)
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert read_sight(folder) == read_sight(run.start_dir)
 

@@ -118,7 +118,8 @@ def expected_of_values(folder: str, batch: pa.Table, weights: npt.NDArray[Any]) 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     head = torch.from_numpy(weights).requires_grad_()
     for row in read_rows(batch):
-        ids, (trained,) = torch.tensor(row.token_ids).long(), np.nonzero(row.loss_mask)
+        ids = torch.tensor(row.token_ids).long()
+        (trained,) = np.nonzero(row.loss_mask)
         hidden = model(ids.unsqueeze(0), output_hidden_states=True).hidden_states[-1][0, trained - 1]
         (hidden @ head - torch.tensor(row.advantages[trained])).square().sum().backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -171,7 +172,9 @@ def varied_rows(samplings: Sequence[tuple[float, float, int]] = SAMPLINGS) -> pa
 
 def expected(model: Any, batch: pa.Table, entropy: float = 0.0) -> Learnt:
     """The same by a model of transformers, row by row."""
-    logprobs, entropies, losses = [], [], []
+    logprobs = []
+    entropies = []
+    losses = []
     for row in sorted(read_rows(batch), key=lambda row: row.token_ids.tolist()):
         own, uncertainty = _row_scores(model, row)
         logprobs += own.tolist()
@@ -195,11 +198,14 @@ def _row_scores(model: Any, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     (trained,) = np.nonzero(row.loss_mask)
     ids = torch.tensor(row.token_ids).long()
     logits = model(ids.unsqueeze(0)).logits[0, trained - 1].float()
-    scores, entropies = [], []
+    scores = []
+    entropies = []
     for place, token in enumerate(trained):
         temperature, top_p, top_k = row.sampling[token]
         if temperature == 0:
-            temperature, top_p, top_k = 1, 1, 0
+            temperature = 1
+            top_p = 1
+            top_k = 0
         own = logits[place] / float(temperature)
         everything = own.log_softmax(0)
         # top-k first, then top-p of what is left
@@ -235,7 +241,9 @@ class ModelTests:
 
     @pytest.fixture(autouse=True)
     def _with(self, gang: list[Member], tmp_path: Path) -> None:
-        self.members, self.tmp_path, self.tries = gang, tmp_path, 0
+        self.members = gang
+        self.tmp_path = tmp_path
+        self.tries = 0
 
     def setup(self, folder: str, **train: Any) -> Setup:
         policy = {"model": folder, "dtype": train.pop("dtype", "float32")}
@@ -285,7 +293,8 @@ class ModelTests:
     ) -> None:
         # where a token is cut off or not, rounding makes a great difference
         batch = varied_rows([(1.0, 1.0, 0)] * 3)
-        wanted, exact = self.expected(policy, batch, torch.bfloat16), self.expected(policy, batch)
+        wanted = self.expected(policy, batch, torch.bfloat16)
+        exact = self.expected(policy, batch)
         stored = self.stored(policy)
         for size, train in self.layouts:
             setup = self.setup(policy, dtype="bfloat16", **train)
@@ -321,7 +330,8 @@ class ModelTests:
         first: dict[str, Any] = {}
         for number, (size, train) in enumerate(self.layouts):
             train = train | {"learning_rate": 1e-4, "minibatches": 2, "tokens_per_microbatch": 64}
-            setup, folder = self.setup(policy, **train), str(self.tmp_path / f"checkpoint-{number}")
+            setup = self.setup(policy, **train)
+            folder = str(self.tmp_path / f"checkpoint-{number}")
             straight = self.on(size, partial(train_on, setup, batches, folder, 2))
             for again in (
                 self.on(size, partial(train_on, setup, batches, folder, None)),
@@ -350,7 +360,8 @@ class FullModelTests(ModelTests):
     """Of backends that train all weights, and with them a critic."""
 
     def test_a_critic_has_the_gradient_of_its_values(self, policy: str) -> None:
-        batch, setup = varied_rows(), self.setup(policy)
+        batch = varied_rows()
+        setup = self.setup(policy)
         if (
             json.loads(Path(policy, "config.json").read_text(encoding="utf-8"))["model_type"]
             in HEADS_OF_THEIR_OWN

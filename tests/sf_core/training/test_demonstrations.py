@@ -34,7 +34,8 @@ def written(folder: Path, *lines: str) -> str:
 
 
 def line(text: str) -> str:
-    asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": text}
+    asked = {"role": "user", "content": "?"}
+    said = {"role": "assistant", "content": text}
     return json.dumps({"messages": [asked, said]})
 
 
@@ -56,7 +57,8 @@ def test_a_file_is_shown_whole_before_any_of_it_is_shown_again(
 
 
 def test_an_environment_shows_each_of_its_first_tasks_once() -> None:
-    config, environment = warmed(3, 4), Quickstart()
+    config = warmed(3, 4)
+    environment = Quickstart()
     shown = [json.dumps(one.messages) for batch in demonstrations(config, range(3)) for one in batch]
     assert sorted(shown) == sorted(json.dumps(environment.demonstrate(i).messages) for i in range(12))
 

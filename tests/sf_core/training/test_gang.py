@@ -97,7 +97,8 @@ def test_of_the_trainers_that_are_there_as_many_begin_as_hold_whole_policies() -
 
 
 def test_a_rank_whose_device_was_lent_is_late_while_the_process_that_held_it_is_there() -> None:
-    plan, addresses = gang(), {"t0": "tcp://0", "t1": "tcp://1"}
+    plan = gang()
+    addresses = {"t0": "tcp://0", "t1": "tcp://1"}
     assert plan.take_devices([("t1", "t1-0.1"), ("r0", "r0-1.1")], addresses) == {("t1", "t1-0.1")}
     assert plan.yield_s == 5
     assert plan.late(set(), addresses) == ["t1"]
@@ -114,7 +115,8 @@ def test_leases_that_came_after_those_that_were_lent_are_revoked_once() -> None:
 
 
 def test_a_later_try_takes_all_devices_and_knows_no_loans() -> None:
-    plan, addresses = gang(), {"t0": "tcp://0", "t1": "tcp://1"}
+    plan = gang()
+    addresses = {"t0": "tcp://0", "t1": "tcp://1"}
     plan.begin_try()
     assert plan.take_devices([("t1", "t1-0.1")], addresses) == set()
     assert plan.yield_s == 15

@@ -42,7 +42,8 @@ def test_a_folder_is_opened_where_it_lies(small_policy: str) -> None:
 
 
 def test_a_version_of_a_run_is_its_weights_beside_the_files_of_the_start_folder(taught: RunDirectory) -> None:
-    began, version = loaded(find_teacher(f"{taught.uri}@0")), loaded(find_teacher(f"{taught.uri}@3"))
+    began = loaded(find_teacher(f"{taught.uri}@0"))
+    version = loaded(find_teacher(f"{taught.uri}@3"))
     assert all(torch.equal(version[name], tensor + 1) for name, tensor in began.items())
     with find_teacher(f"{taught.uri}@3").open() as (folder, _):
         names = {path.name for path in Path(folder).iterdir()}

@@ -72,7 +72,8 @@ def test_scores_and_gradients_are_those_of_every_row_by_itself(
     other = data.draw(st.sampled_from("012345"))
     forks = [[(_other(parts, other), sampled) for parts, sampled in turns] for turns in rows]
     batch = seeing_batch(policy, media, [*rows, *rows, *forks])
-    network, reference = Network(policy, tower=Tower(policy, media)), loaded(policy)
+    network = Network(policy, tower=Tower(policy, media))
+    reference = loaded(policy)
     wanted = seen_by_transformers(reference, policy, media, batch)
     advantages = torch.tensor([row[0] for row in batch["advantages"].to_pylist()])
     sum((own.sum() * by for own, by in zip(wanted, advantages, strict=True)), torch.tensor(0.0)).backward()
@@ -119,7 +120,8 @@ def test_rows_without_pictures_are_as_those_of_a_policy_that_does_not_see(policy
 
 def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[([2, "0", "1"], 2)], [([2, "0", "2"], 2)], [([3, "1"], 2), (["0"], 2)]]
-    tower, seen = Tower(policy, media), []
+    tower = Tower(policy, media)
+    seen = []
     see = tower._network.forward
     monkeypatch.setattr(tower._network, "forward", lambda *a, **k: (seen.append(1), see(*a, **k))[1])
     network = Network(policy, tower=tower)
@@ -135,7 +137,8 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
 
 
 def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: str) -> None:
-    text, shown = [([3], 4), (["5", 2], 0)], [([3, "0"], 4), (["5", 2], 0)]
+    text = [([3], 4), (["5", 2], 0)]
+    shown = [([3, "0"], 4), (["5", 2], 0)]
     (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text])), Packing(1 << 20))
     assert microbatch.depths.dim() == 1 and microbatch.pictures == ()
     (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text, shown])), Packing(1 << 20))
@@ -163,13 +166,15 @@ class Seeing(Setup):
     media: str = ""
 
     def model(self, ranks: Ranks, *, values: bool = False) -> TrainedModel:
-        backend, config = TorchBackend(WorkerDevice()), RunConfig.model_validate(self.settings)
+        backend = TorchBackend(WorkerDevice())
+        config = RunConfig.model_validate(self.settings)
         tower = Tower(self.folder, self.media)
         return backend.make_model(config, self.folder, ranks, "cpu", values=values, tower=tower)
 
 
 def test_ranks_with_pictures_and_ranks_without_make_one_step(policy: str, media: str, tmp_path: Path) -> None:
-    text, shown = ([([3], 5)], [([9, 2], 4)]), ([([3, "0", 2], 4), (["1", 1], 2)], [([3, "4", 2], 4)])
+    text = ([([3], 5)], [([9, 2], 4)])
+    shown = ([([3, "0", 2], 4), (["1", 1], 2)], [([3, "4", 2], 4)])
     batches = [seeing_batch(policy, media, [*text, *shown]), seeing_batch(policy, media, shown[:1])]
     gang = [Member(f"t{number}") for number in range(2)]
     try:

@@ -36,7 +36,8 @@ def said(renderer: Renderer, index: int) -> list[str]:
 
 
 def test_what_the_assistant_says_is_trained_and_nothing_else(policy_renderer: Renderer) -> None:
-    word, sum_ = ENVIRONMENT.demonstrate(0), ENVIRONMENT.demonstrate(1)
+    word = ENVIRONMENT.demonstrate(0)
+    sum_ = ENVIRONMENT.demonstrate(1)
     expression = sum_.messages[1]["tool_calls"][0]["function"]["arguments"]["expression"]
     assert said(policy_renderer, 0) == [word.messages[1]["content"] + "<|im_end|>"]
     assert said(policy_renderer, 1) == [

@@ -88,7 +88,8 @@ def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
 
 
 def test_a_named_pipe_is_written_into(tmp_path: Path) -> None:
-    pipe, read = place(tmp_path / "pipe", "a named pipe"), []
+    pipe = place(tmp_path / "pipe", "a named pipe")
+    read = []
     reader = threading.Thread(target=lambda: read.append(Path(pipe).read_bytes()))
     reader.start()
     files.write_atomic(pipe, b"all of it")

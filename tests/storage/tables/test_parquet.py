@@ -14,7 +14,8 @@ from storage.tables import parquet
 
 def test_a_local_file_is_read_without_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of Arrow that waits for Python at the end of the process would abort it."""
-    uri, table = str(tmp_path / "table.parquet"), pa.table({"number": range(1000)})
+    uri = str(tmp_path / "table.parquet")
+    table = pa.table({"number": range(1000)})
     parquet.write_table(uri, table)
 
     def refuse(*_: Any, **__: Any) -> None:

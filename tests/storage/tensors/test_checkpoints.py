@@ -56,7 +56,8 @@ def check_loads(folder: str) -> None:
 def test_the_base_of_an_adapter_is_stored_and_nothing_of_one_where_there_is_none(
     run_anywhere: RunDirectory,
 ) -> None:
-    folder, of_adapter = run_anywhere.checkpoint_dir(3), run_anywhere.checkpoint_dir(4)
+    folder = run_anywhere.checkpoint_dir(3)
+    of_adapter = run_anywhere.checkpoint_dir(4)
     save_whole(folder, 1)
     known = {"version", "optimizer_steps", "shards"}
     assert json.loads(files.read_bytes(f"{folder}/state.json")).keys() == known

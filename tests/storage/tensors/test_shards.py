@@ -62,7 +62,8 @@ def test_boxes_are_cut_and_joined_along_every_dimension(
     folder = str(tmp_path_factory.mktemp("shards"))
     shape = (4, 5)
     whole = torch.arange(20).reshape(shape)
-    row, column = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    row = data.draw(st.integers(1, 3))
+    column = data.draw(st.integers(1, 4))
     boxes = [
         Slice(shape, (top, left), (bottom - top, right - left))
         for top, bottom in ((0, row), (row, 4))
@@ -72,7 +73,8 @@ def test_boxes_are_cut_and_joined_along_every_dimension(
         write_shard(join(folder, f"{number}.safetensors"), {"w": (box, whole[box.box])})
         for number, box in enumerate(data.draw(st.permutations(boxes)))
     ]
-    top, left = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4))
+    top = data.draw(st.integers(0, 3))
+    left = data.draw(st.integers(0, 4))
     size = data.draw(st.integers(1, 4 - top)), data.draw(st.integers(1, 5 - left))
     wanted = Slice(shape, (top, left), size)
     assert torch.equal(read_shards(folder, shards, {"w": wanted})["w"], whole[wanted.box])

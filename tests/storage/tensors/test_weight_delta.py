@@ -45,7 +45,8 @@ def pair(seed: int = 0, num: int = 5000, changed: int = 50, dtype: torch.dtype =
 @st.composite
 def versions(draw: st.DrawFn) -> Versions:
     """Two versions of tensors of any shapes and bit patterns, NaNs included."""
-    before, after = {}, {}
+    before = {}
+    after = {}
     for number in range(draw(st.integers(0, 3))):
         dtype = draw(st.sampled_from(DTYPES))
         shape = draw(st.sampled_from([(), (0,), (1,), (3, 0), (700,), (13, 101)]))
@@ -79,8 +80,10 @@ def test_changes_may_be_as_far_apart_as_they_like(gap: int) -> None:
     before = torch.zeros(3 * gap + 1000, dtype=torch.bfloat16)
     after = before.clone()
     after[gap - 1 : 3 * gap : gap] = float("nan")
-    base, new = pack_weights({"w": before}, 3), pack_weights({"w": after}, 4)
-    delta, copy = encode(base, new, 4), writable(base)
+    base = pack_weights({"w": before}, 3)
+    new = pack_weights({"w": after}, 4)
+    delta = encode(base, new, 4)
+    copy = writable(base)
     assert delta is not None
     Delta("delta", content(delta)).apply(copy, digest(base), digest(new))
     assert bytes(copy.data) == bytes(new.data)
@@ -103,10 +106,12 @@ def test_a_delta_that_was_cut_or_has_a_flipped_bit_is_refused(data: st.DataObjec
 
 
 def test_a_delta_of_another_base_or_to_another_version_is_refused_and_changes_nothing() -> None:
-    (base, new), (other, _) = pair(), pair(seed=1)
+    (base, new) = pair()
+    (other, _) = pair(seed=1)
     delta = encode(base, new, 4)
     assert delta is not None
-    read, copy = Delta("delta", content(delta)), writable(other)
+    read = Delta("delta", content(delta))
+    copy = writable(other)
     for ends in ((digest(other), digest(new)), (digest(base), digest(other))):
         with pytest.raises(ValueError) as refused:
             read.apply(copy, *ends)
@@ -138,7 +143,8 @@ def test_a_delta_is_small_where_little_changed_and_left_out_where_much_did() -> 
 
 
 def test_a_version_has_the_delta_of_its_last_try_or_none(run_anywhere: RunDirectory) -> None:
-    folder, (base, new) = run_anywhere.weights_dir(4), pair()
+    folder = run_anywhere.weights_dir(4)
+    (base, new) = pair()
     ref = save_delta(folder, base, new, 4)
     assert ref is not None and ref.uri == run_anywhere.path("weights/v00004/delta.safetensors")
     delta = load_delta(folder)
@@ -154,7 +160,8 @@ def test_a_version_has_the_delta_of_its_last_try_or_none(run_anywhere: RunDirect
 def test_a_stored_version_is_a_base_if_it_is_whole_and_of_the_same_tensors(
     run_anywhere: RunDirectory,
 ) -> None:
-    folder, (_, new) = run_anywhere.weights_dir(3), pair()
+    folder = run_anywhere.weights_dir(3)
+    (_, new) = pair()
     assert open_base(folder, new) is None
     uri = save_weights(folder, {"w": torch.zeros(5000)}, 3)[0].uri
     assert open_base(folder, new) is None

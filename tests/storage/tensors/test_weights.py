@@ -58,7 +58,8 @@ def test_the_file_names_its_version_and_what_it_holds(run_anywhere: RunDirectory
             return file.metadata()
 
     same = {"a": torch.zeros(2), "b": torch.ones(2).half()}
-    first, again = metadata(7, **same), metadata(8, **dict(reversed(same.items())))
+    first = metadata(7, **same)
+    again = metadata(8, **dict(reversed(same.items())))
     assert (first.pop("version"), again.pop("version")) == ("7", "8")
     assert first == again == {"format": "pt", "digest": first["digest"]}
     others = ({"a": torch.zeros(2)}, same | {"a": torch.zeros(2, 1)}, same | {"a": torch.tensor([0.0, -0.0])})
@@ -66,7 +67,8 @@ def test_the_file_names_its_version_and_what_it_holds(run_anywhere: RunDirectory
 
 
 def test_an_adapter_is_weights_of_its_folder(run_anywhere: RunDirectory) -> None:
-    folder, factors = run_anywhere.weights_dir(2), {"a": torch.randn(2, 3), "b": torch.randn(3, 2)}
+    folder = run_anywhere.weights_dir(2)
+    factors = {"a": torch.randn(2, 3), "b": torch.randn(3, 2)}
     weights_ref, config_ref = save_adapter(folder, factors, b'{"r": 2}', 2, "bfloat16")
     assert weights_ref.uri == files.join(folder, "adapter_model.safetensors")
     assert files.read_bytes(config_ref.uri) == b'{"r": 2}'
@@ -136,7 +138,8 @@ def test_large_weights_are_stored_in_several_files_with_an_index(
     sizes = [parse(ref.uri, files.read_bytes(ref.uri)).header.data_bytes for ref in refs]
     assert len(sizes) > 2 and sorted(sizes)[-2] <= 1000 < max(sizes)
 
-    found, expected = load_weights(run_anywhere.weights_dir(2)), load_weights(run_anywhere.weights_dir(1))
+    found = load_weights(run_anywhere.weights_dir(2))
+    expected = load_weights(run_anywhere.weights_dir(1))
     assert found.keys() == expected.keys() == tensors.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     header, pieces = open_weights(run_anywhere.weights_dir(2))

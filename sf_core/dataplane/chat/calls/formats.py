@@ -60,7 +60,8 @@ def _show_calls(render: Callable[[list[Message], list[Tool]], str], calls: list[
             with_calls += results
             without.append(_USER)
         try:
-            text, other = render(with_calls, [_TOOL]), render(without, [_TOOL])
+            text = render(with_calls, [_TOOL])
+            other = render(without, [_TOOL])
         except jinja2.TemplateError:
             continue
         start = _num_alike(text, other)

@@ -25,7 +25,8 @@ def _split(tools: list[Tool]) -> CallSplitter:
         name = text[:start].strip()
         if (parameters := parameters_of(name, tools)) is None:
             return None
-        arguments, at = {}, start
+        arguments = {}
+        at = start
         while argument := _ARGUMENT.match(text, at):
             key = argument[1].strip()
             arguments[key] = value_of(argument[2], parameters.get(key))

@@ -49,7 +49,8 @@ class LeadingCalls:
             self.num_unparsed += len(_LATE.findall(self._text))
             return []
         self.num_unparsed += self._call_start() is not None
-        text, self._text = self._text, ""
+        text = self._text
+        self._text = ""
         return [] if self._has_calls and not text.strip(_BETWEEN) else [text]
 
     def _call_start(self) -> int | None:

@@ -29,7 +29,9 @@ from sf_core.dataplane.chat.tool_formats import (
     parameters_of,
 )
 
-_START, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_START = "[TOOL_CALLS]"
+_ARGS = "[ARGS]"
+_CALL_ID = "[CALL_ID]"
 _MARKS = (_START, _ARGS, _CALL_ID)
 _NAME = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]*)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=[{\[])")
 

@@ -20,7 +20,8 @@ from sf_core.dataplane.chat.tool_formats import (
     parameters_of,
 )
 
-_START, _END = "<function=", "</function>"
+_START = "<function="
+_END = "</function>"
 _NAME = re.compile(r"<function=([^<>]*)>\s*")
 _ARGUMENT = re.compile(r"<parameter=([^<>]+)>(.*?)(?:</parameter>\s*|(?=<parameter=))", re.DOTALL)
 
@@ -57,7 +58,8 @@ def _read(text: str, tools: list[Tool]) -> ToolCall | None:
     name = _NAME.match(text)
     if name is None or (parameters := parameters_of(name[1], tools)) is None:
         return None
-    arguments, at = {}, name.end()
+    arguments = {}
+    at = name.end()
     while argument := _ARGUMENT.match(text, at):
         value = argument[2].removeprefix("\n").removesuffix("\n")
         arguments[argument[1]] = value_of(value, parameters.get(argument[1]))

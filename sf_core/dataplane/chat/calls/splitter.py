@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from sf_core.dataplane.chat.tool_formats import Parts, ToolCall, overlap
 
-CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+CALL_START = "<tool_call>"
+CALL_END = "</tool_call>"
 
 
 class Found(NamedTuple):
@@ -26,7 +27,9 @@ class MarkedCalls:
 
     def __init__(self, read: Read, *marks: str, closing: str = "") -> None:
         """`closing`: characters without one of which no call ends, so that texts without need not be read."""
-        self._read, self._marks, self._closing = read, marks, closing
+        self._read = read
+        self._marks = marks
+        self._closing = closing
         self._text = ""
         self.num_unparsed = 0
 
@@ -69,11 +72,13 @@ def read_between_tags(parse: Callable[[str], ToolCall | None], *, shows_end: boo
 
     def read(text: str, is_whole: bool) -> Found | None:
         if (end := text.find(CALL_END)) >= 0:
-            length, inside = end + len(CALL_END), text[len(CALL_START) : end]
+            length = end + len(CALL_END)
+            inside = text[len(CALL_START) : end]
         elif not is_whole:
             return None
         elif shows_end:
-            length, inside = len(text), text[len(CALL_START) : len(text) - overlap(text, CALL_END)]
+            length = len(text)
+            inside = text[len(CALL_START) : len(text) - overlap(text, CALL_END)]
         else:
             return Found(len(text), None)
         call = parse(inside)

@@ -95,7 +95,8 @@ class ChatReply(ChoicesReply):
         return b"".join(self._delta(i, first) for i in range(len(self._num_calls)))
 
     def piece(self, index: int, pieces: Pieces) -> bytes:
-        data, logprobs = b"", pieces.logprobs
+        data = b""
+        logprobs = pieces.logprobs
         for event in pieces.events:
             if isinstance(event, MadeCall):
                 call = {"index": self._num_calls[index], **_call(event)}

@@ -43,7 +43,8 @@ servers send some hundreds."""
 MAX_TOOLS_BYTES = 2 * 2**20
 """Most bytes of the tools of a request as JSON: 2 kB for each, which is more than those of agents have."""
 
-MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
 """Most stop strings, and most characters of one: answers are searched for each of them token by token. OpenAI
 takes 4, Google 5."""
 

@@ -351,7 +351,8 @@ def _results(parts: list[Placed], calls: _OpenCalls, left_out: LeftOut) -> list[
 
 
 def _result(given: dict[str, Any], where: str, calls: _OpenCalls) -> Message:
-    name, call_id = given.get("name"), get(given, "id", (str,), "")
+    name = given.get("name")
+    call_id = get(given, "id", (str,), "")
     call = calls.take(name if isinstance(name, str) else None, call_id)
     if call is None:
         said = (

@@ -100,7 +100,8 @@ def _describe_end(answer: Answer) -> dict[str, str]:
 
 def _usage(answers: list[Answer]) -> dict[str, int]:
     # the candidates share one prompt
-    prompt, sampled = answers[0].num_prompt_tokens, sum(answer.num_sampled_tokens for answer in answers)
+    prompt = answers[0].num_prompt_tokens
+    sampled = sum(answer.num_sampled_tokens for answer in answers)
     return {
         "promptTokenCount": prompt,
         "candidatesTokenCount": sampled,

@@ -79,7 +79,8 @@ def read_choice(body: Body, tools: list[Tool], named: Any) -> tuple[ToolChoice, 
         entries = get(allowed, "tools", (list,), [])
         functions = [entry.get("function", entry) if isinstance(entry, dict) else None for entry in entries]
         names = [function.get("name") if isinstance(function, dict) else None for function in functions]
-        tools, choice = pick_tools(tools, names, "tool_choice"), get(allowed, "mode", (str,), "auto")
+        tools = pick_tools(tools, names, "tool_choice")
+        choice = get(allowed, "mode", (str,), "auto")
     if isinstance(choice, dict) and isinstance(named, str):
         return check_choice(ToolChoice("required", named, parallel), tools), tools
     if choice not in ("auto", "none", "required"):

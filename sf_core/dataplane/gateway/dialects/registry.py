@@ -59,7 +59,8 @@ def find_dialect(path: str) -> Dialect | None:
 def dialect_of(scope: Scope) -> Dialect:
     """The dialect whose lists and errors the client understands: that of the path, else that of its headers,
     else the first of the API."""
-    below, sent = _below(scope["path"]), {name for name, _ in scope["headers"]}
+    below = _below(scope["path"])
+    sent = {name for name, _ in scope["headers"]}
     by_path = (dialect for pattern, dialect in [*_ANSWERING, *_COUNTING] if pattern.match(below))
     by_header = (dialect for dialect in DIALECTS if dialect.header in sent)
     apis = tuple(api for api in APIS if below.startswith(api))

@@ -189,13 +189,16 @@ class ResponsesReply:
         return self._item_event(f"response.{kind}.delta", content_index=0, delta=text, **fields)
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
-        logprobs, self._logprobs = self._logprobs, []
+        logprobs = self._logprobs
+        self._logprobs = []
         return logprobs
 
     def _end_item(self, status: str = "completed") -> bytes:
         if self._open is None:
             return b""
-        item, kind, self._open = self._items[-1], self._open, None
+        item = self._items[-1]
+        kind = self._open
+        self._open = None
         item["status"] = status
         part = item["content"][0]
         logprobs = {}

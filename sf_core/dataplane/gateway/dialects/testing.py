@@ -22,7 +22,8 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Event, Pieces, TokenLogprob
 from sf_core.dataplane.turns.request import TurnRequest
 
-NUM_PROMPT_TOKENS, NUM_SAMPLED_TOKENS = 3, 4
+NUM_PROMPT_TOKENS = 3
+NUM_SAMPLED_TOKENS = 4
 Fields = Mapping[str, Any]
 HI: Message = {"role": "user", "content": "hi"}
 
@@ -166,7 +167,8 @@ class DialectTests:
     def test_log_probs_are_those_of_the_tokens(self) -> None:
         if self.with_logprobs is None:
             return
-        [asked], [plain] = self._parse(self.with_logprobs), self._parse({})
+        [asked] = self._parse(self.with_logprobs)
+        [plain] = self._parse({})
         assert asked.logprobs and not plain.logprobs
         # the last token, which ends inside a character, comes without text
         sampled = [TokenLogprob(text, text.encode(), -0.5 * i) for i, text in enumerate(("to", "be", ""))]
@@ -189,7 +191,8 @@ class DialectTests:
             body = msgspec.json.decode(msgspec.json.encode(self.dialect.error_body(error, "req_1")))
             assert body["error"]["message"] == error.message and body["error"][self.kind_of_error]
             reply = self._reply({"stream": True})
-            started, failed = reply.start(NUM_PROMPT_TOKENS), reply.fail(error, "req_1")
+            started = reply.start(NUM_PROMPT_TOKENS)
+            failed = reply.fail(error, "req_1")
             event, *_ = read_events(failed)
             assert event["error"] == body["error"]
             try:

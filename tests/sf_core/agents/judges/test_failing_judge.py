@@ -36,7 +36,9 @@ async def ask_patiently(task: Task, endpoint: Endpoint) -> str:
 
 
 FAULTS: list[str | int] = [503, "", "garbage", "", "", "broken", "", "", "slow", ""]
-NUM_TASKS, GROUPS, SIZE = 24, 12, 2
+NUM_TASKS = 24
+GROUPS = 12
+SIZE = 2
 
 
 @pytest.mark.system

@@ -40,7 +40,8 @@ def ask(server: JudgeServer, *several: Asking, **settings: Any) -> tuple[list[An
     config = JudgeConfig(url=server.url, **settings)
 
     async def scenario() -> tuple[list[Any], list[Judgement]]:
-        results, judgements = list[Any](), list[Judgement]()
+        results = list[Any]()
+        judgements = list[Judgement]()
         async with Judges({"taste": config}, {"taste": endpoint_of("taste", config)}) as judges:
             for one in several:
                 with judges.record() as (given, record):

@@ -22,7 +22,8 @@ exec unshare --mount sh -c 'umount {unified} && exec {podman} "$@"' podman "$@"
 def podman_for_tests(folder: Path) -> Path:
     """A folder for PATH in which podman runs on this host too: crun refuses hosts that have control groups of
     both versions, so that it is not shown those of version 2."""
-    unified, found = "/sys/fs/cgroup/unified", shutil.which("podman")
+    unified = "/sys/fs/cgroup/unified"
+    found = shutil.which("podman")
     places = folder / "bin"
     places.mkdir()
     if os.path.ismount(unified):

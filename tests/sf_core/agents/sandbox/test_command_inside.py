@@ -103,7 +103,8 @@ def test_the_time_ends_it() -> None:
 
 
 def test_a_program_of_the_host_is_seen_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, beside = tmp_path / "my-agent", tmp_path / "beside"
+    program = tmp_path / "my-agent"
+    beside = tmp_path / "beside"
     program.write_text(f"#!/bin/sh\ncat {beside}\n", encoding="utf-8")
     program.chmod(0o755)
     beside.write_text("seen\n", encoding="utf-8")

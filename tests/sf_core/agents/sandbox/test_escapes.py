@@ -78,7 +78,8 @@ for connection in connections:
 
 def test_its_connections_do_not_take_all_open_files_of_the_worker() -> None:
     async def use() -> tuple[int, int]:
-        num_open, most = 0, 0
+        num_open = 0
+        most = 0
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             nonlocal num_open, most

@@ -39,7 +39,9 @@ def forwarded(plane: ServedPlane) -> Iterator[str]:
 def forwarded_to(url: str, key: str) -> Iterator[str]:
     endpoint = Endpoint(url, key, "policy")
     listener = socket.create_server(("127.0.0.1", 0))
-    loop, begun, ended = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+    begun = threading.Event()
+    ended = asyncio.Event()
     urls: list[str] = []
 
     async def serve() -> None:

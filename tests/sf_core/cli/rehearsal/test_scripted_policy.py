@@ -57,11 +57,14 @@ def test_any_text_is_heard_as_it_is(answer: str, number: int) -> None:
 
 
 def test_what_a_data_plane_refuses_is_refused_in_its_words() -> None:
-    policy, asked = ScriptedPolicy(RunConfig(), "yes"), {"model": "policy", "messages": []}
+    policy = ScriptedPolicy(RunConfig(), "yes")
+    asked = {"model": "policy", "messages": []}
     with policy.serve() as endpoint:
-        url, key = f"{endpoint.base_url}/chat/completions", {"Authorization": f"Bearer {endpoint.api_key}"}
+        url = f"{endpoint.base_url}/chat/completions"
+        key = {"Authorization": f"Bearer {endpoint.api_key}"}
         with httpx.Client(headers=key, timeout=patience()) as http:
-            wrong, undone = http.post(url, json=asked), http.post(url, json=asked | {"logit_bias": {"1": 2}})
+            wrong = http.post(url, json=asked)
+            undone = http.post(url, json=asked | {"logit_bias": {"1": 2}})
             assert http.get(f"{endpoint.base_url}/models").json()["data"][0]["id"] == endpoint.model
         strange = httpx.post(url, json=asked, timeout=patience())
     assert [answer.status_code for answer in (wrong, undone, strange)] == [400, 400, 401]

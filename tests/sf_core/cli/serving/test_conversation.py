@@ -16,7 +16,9 @@ from sf_core.models.builtin import make_policy
 
 def test_a_picture_is_printed_as_what_it_is_and_as_one_placeholder(tmp_path: Path) -> None:
     make_policy(str(tmp_path), PolicyConfig(sees=True, hidden_size=32, num_layers=1), seed=0)
-    renderer, session, printed = open_renderer(str(tmp_path)), Session("s"), io.StringIO()
+    renderer = open_renderer(str(tmp_path))
+    session = Session("s")
+    printed = io.StringIO()
     picture = {"type": "image", "sha256": "0" * 64, "width": 112, "height": 84}
     shown = [{"type": "text", "text": "Look: "}, picture, {"type": "text", "text": " here"}]
     session.open_prompt([{"role": "user", "content": shown}], [], renderer)

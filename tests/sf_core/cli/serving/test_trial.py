@@ -138,7 +138,8 @@ def test_an_agent_is_shown_with_its_conversation_and_reward(trial_yaml: str, age
     assert code == 0, output
     assert "task add-train-4 of addition: What is 4+3?" in output
     assert "the built-in policy, untrained" in output
-    asked, answered = output.index("user: What is 4+3?"), output.index("assistant, ")
+    asked = output.index("user: What is 4+3?")
+    answered = output.index("assistant, ")
     assert asked < output.index("prompt, 11 tokens: <|im_start|>user What is 4+3?<|im_end|>") < answered
     assert answered < output.index("the agent answered: ") < output.index("reward: 0.5 (right 0, there 0.5)")
     assert ("user: Sure?" in output) == (agent == "ask")
@@ -271,7 +272,8 @@ def test_tasks_that_change_are_told_before_anything_is_served(trial_yaml: str) -
 
 
 def test_answers_of_a_model_may_be_as_long_as_in_a_run_of_it(trial_yaml: str, tmp_path: Path) -> None:
-    model, shape = str(tmp_path / "model"), load_config(trial_yaml).policy
+    model = str(tmp_path / "model")
+    shape = load_config(trial_yaml).policy
     make_policy(model, shape, 0)
     sets = [f"policy.model={model}", "rollout.max_tokens=null", "engine.context_length=600"]
     code, output = sf("try", trial_yaml, *(word for one in sets for word in ("--set", one)))

@@ -72,7 +72,8 @@ def test_however_the_text_arrives_the_answer_is_the_same(
     text = "".join(parts)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    stream, whole = answer(*pieces, is_open=is_open), answer(text, is_open=is_open)
+    stream = answer(*pieces, is_open=is_open)
+    whole = answer(text, is_open=is_open)
     assert (stream.content, stream.calls) == (whole.content, whole.calls)
     assert stream.reasoning.rstrip() == whole.reasoning.rstrip()
 

@@ -32,7 +32,9 @@ class Talk:
     """An agent that uses tools, and a policy whose ids are not those that the tokenizer would choose."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.renderer, self.rng = name, family(name), random.Random(0)
+        self.name = name
+        self.renderer = family(name)
+        self.rng = random.Random(0)
         self.record = Record(self.renderer)
 
     def turns(self, tools: list[dict[str, Any]], question: str, num_calls: int = 1) -> None:
@@ -199,6 +201,7 @@ def test_a_rendering_has_one_placeholder_for_each_picture(tmp_path: Path) -> Non
     record = Record(renderer)
     seen, spans = record.read(record.session.open_prompt(messages, [], renderer))
     assert [span.length for span in spans] == [4, 4]
-    reader, answer = Reader(run), {"role": "assistant", "content": "yes"}
+    reader = Reader(run)
+    answer = {"role": "assistant", "content": "yes"}
     assert reader.is_as_seen([*messages, answer], [], seen)
     assert not reader.is_as_seen([{"role": "user", "content": [picture]}, answer], [], seen)

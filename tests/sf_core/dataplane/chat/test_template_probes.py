@@ -62,7 +62,8 @@ def test_a_template_that_fools_the_probes_is_found_out(tmp_path: Path) -> None:
     # more messages than any probe has
     renderer = changed(tmp_path, "{% for", "{% if messages | length > 100 %}long{% endif %}{% for")
     assert renderer.is_append_only([user("a")])
-    record, messages = Record(renderer), list[Message]()
+    record = Record(renderer)
+    messages = list[Message]()
     for i in range(70):
         messages.append(user(f"q{i}"))
         prompt = record.session.open_prompt(messages, [], renderer)

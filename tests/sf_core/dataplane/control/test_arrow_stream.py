@@ -94,7 +94,8 @@ def test_an_unknown_run_is_refused_with_a_sentence(answering_plane: ServedPlane)
 
 
 def test_the_stream_of_a_policy_that_sees_has_its_pictures(tmp_path: Path) -> None:
-    run, span = RunDirectory(str(tmp_path)), PictureSpan("a" * 64, 0, 1, 28, 28)
+    run = RunDirectory(str(tmp_path))
+    span = PictureSpan("a" * 64, 0, 1, 28, 28)
     rows = [conversation([{"role": "user", "content": "x"}], images=images) for images in ((span,), ())]
     file = run.path(write_trajectories(run, 0, rows, "part", sees=True).uri)
     streamed = pa.ipc.open_stream(b"".join(arrow_stream([file], sees=True))).read_all()

@@ -201,7 +201,8 @@ def test_claims_name_the_task_that_was_picked(served_plane: ServedPlane, rendere
     register(served_plane, renderer, groups_per_batch=2, curriculum={"pool": 99, "stages": stages})
     served_plane.post("/runs/run/evaluations/0", {"num_tasks": 2})
     given = claim(served_plane, "a0", 6)["sessions"]
-    held_out, trained = given[:2], given[2:]
+    held_out = given[:2]
+    trained = given[2:]
     assert [(each["source"], each["task_index"]) for each in held_out] == [("", 0), ("", 1)]
     first, second = [{(each["source"], each["task_index"]) for each in trained[i : i + 2]} for i in (0, 2)]
     assert len(first) == len(second) == 1 and first != second, "one task by group"

@@ -436,7 +436,8 @@ class Picky(ScriptedEngine):
             super().take_weights(weights)
 
     def step(self) -> list[Chunk]:
-        refused, self.refused = self.refused, False
+        refused = self.refused
+        self.refused = False
         if refused:
             raise WeightsRefusedError("w1/model.safetensors: cut off")
         return super().step()
@@ -483,7 +484,8 @@ def test_an_engine_yields_while_its_weights_are_on_their_way(
     served_plane: ServedPlane, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
     served_plane.register()
-    recorded, engine = Recorded(), Fetching(lambda prompt, seed: [1])
+    recorded = Recorded()
+    engine = Fetching(lambda prompt, seed: [1])
     reasons: list[str] = []
     thread = threading.Thread(
         target=lambda: reasons.append(

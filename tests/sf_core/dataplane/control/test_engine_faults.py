@@ -159,7 +159,8 @@ def test_tokens_of_requests_that_the_engine_was_not_given_are_left_out(
     served_plane: ServedPlane, renderer: Renderer, opened: dict[str, Any]
 ) -> None:
     with engine(served_plane) as socket, asking(served_plane, opened) as asked:
-        request_id, ids = given(socket).request_id, say(renderer, "x")
+        request_id = given(socket).request_id
+        ids = say(renderer, "x")
         logprobs = [-1.0] * len(ids)
         end = Chunk(request_id, ids, logprobs, VERSION, FinishReason.STOP)
         socket.send(wire.pack(wire.Chunks([Chunk("unknown", ids, [], 99), end, end])))

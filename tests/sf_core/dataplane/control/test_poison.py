@@ -19,7 +19,8 @@ from tests.bench.engines.fatal import FatalEngine, FatalWorker, Kind, fail
 from tests.bench.engines.self_running import SelfRunningEngine
 from tests.patience import patience, wait_until
 
-FATAL_TOKEN, BAD_TOKEN = 33, 34
+FATAL_TOKEN = 33
+BAD_TOKEN = 34
 NUM = 64
 MOST_ENDED = int(math.log2(NUM)) + MAX_FAULTS
 """Engines that one request among so many may cost."""

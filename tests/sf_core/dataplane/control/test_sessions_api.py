@@ -83,7 +83,8 @@ def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewar
     served_plane.register()
     served_plane.connect(answering(renderer, "one", "two"))
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
-    path, ask_for = f"/sessions/{opened['session_id']}", {"model": "policy", "max_tokens": 4}
+    path = f"/sessions/{opened['session_id']}"
+    ask_for = {"model": "policy", "max_tokens": 4}
     first = ask(opened["base_url"])
     answer = {"role": "assistant", "content": first.choices[0].message.content}
     for more in ("more", "else"):
@@ -117,7 +118,8 @@ def test_a_session_is_named_by_url_header_or_key(served_plane: ServedPlane, rend
     served_plane.register()
     served_plane.connect(answering(renderer, "hello"))
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
-    session_id, v1 = opened["session_id"], f"{served_plane.url}/v1"
+    session_id = opened["session_id"]
+    v1 = f"{served_plane.url}/v1"
     ask(opened["base_url"])
     ask(v1, default_headers={"X-Session-Id": session_id})
     ask(v1, key=f"session:{session_id}")
@@ -335,7 +337,8 @@ def test_a_session_key_opens_the_agents_routes_of_its_session_only(
     else:
         opener = "plane" if how == "opened by the operator" else "red-run-key"
         session, other = [locked_plane.client.post("/sessions", RED, opener) for _ in range(2)]
-    key, session_id = session["key"], session["session_id"]
+    key = session["key"]
+    session_id = session["session_id"]
     path = f"/sessions/{session_id}"
     for allowed in (key, f"{key}:{session_id}"):
         assert status(locked_plane, f"{path}/v1/models", allowed) == 200

@@ -92,7 +92,8 @@ def parse_s(body: bytes) -> float:
 
 def reference_s() -> float:
     """CPU in seconds of some arithmetic: slower machines need more for everything."""
-    began, total = time.process_time(), 0
+    began = time.process_time()
+    total = 0
     for number in range(400_000):
         total += number % 7
     return time.process_time() - began
@@ -122,7 +123,9 @@ def check_body(plane: ServedPlane, case: str, path: str, body: bytes) -> None:
 
 def test_every_field_that_a_dialect_reads_has_its_worst_bodies() -> None:
     for path, bodies in WHOLE.items():
-        dialect, seen, known = find_dialect(path), set[str](), set[str]()
+        dialect = find_dialect(path)
+        seen = set[str]()
+        known = set[str]()
         assert dialect is not None
         done = dialect.done_fields | dialect.schema_fields
         for body in bodies:

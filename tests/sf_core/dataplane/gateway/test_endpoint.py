@@ -89,7 +89,8 @@ def test_tool_calls_and_their_results_make_one_token_sequence(
     [claim] = served_plane.claim()
     if ask_how == "whole":
         choice = ask(served_plane, claim["session_id"], tools=[CALC]).choices[0]
-        message, reason = choice.message.model_dump(exclude_none=True), choice.finish_reason
+        message = choice.message.model_dump(exclude_none=True)
+        reason = choice.finish_reason
     else:
         chunks = stream(served_plane, claim["session_id"], tools=[CALC])
         [call] = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
@@ -136,12 +137,14 @@ def test_samples_are_turns_of_one_prompt(
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     if streamed:
         chunks = stream(served_plane, opened["session_id"], n=3, seed=5)
-        texts, usage = ["", "", ""], chunks[-1].usage
+        texts = ["", "", ""]
+        usage = chunks[-1].usage
         for choice in (choice for chunk in chunks for choice in chunk.choices):
             texts[choice.index] += choice.delta.content or ""
     else:
         answer = ask(served_plane, opened["session_id"], n=3, seed=5)
-        texts, usage = [choice.message.content for choice in answer.choices], answer.usage
+        texts = [choice.message.content for choice in answer.choices]
+        usage = answer.usage
     assert texts == ["seed 5", "seed 6", "seed 7"]
     assert usage.completion_tokens == 3 * len(say(renderer, "seed 5"))
     tree = served_plane.get(f"/sessions/{opened['session_id']}")
@@ -177,7 +180,8 @@ def test_a_forced_call_begins_in_the_prompt_and_is_not_trained(
         reason = chunks[-2].choices[0].finish_reason
     else:
         [answer] = ask(served_plane, session_id, tools=[CALC], tool_choice=choice).choices
-        [call], reason = answer.message.tool_calls, answer.finish_reason
+        [call] = answer.message.tool_calls
+        reason = answer.finish_reason
     assert reason == "tool_calls"
     assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"expression": "1+1"})
     prompt = renderer.encode(renderer.render(HI, [CALC]) + opening).tolist()
@@ -248,10 +252,12 @@ def test_a_stop_string_ends_the_answer_before_it(
     [claim] = served_plane.claim()
     if streamed:
         chunks = stream(served_plane, claim["session_id"], stop=["three", "zzz"])
-        text, reason = text_of(chunks), chunks[-2].choices[0].finish_reason
+        text = text_of(chunks)
+        reason = chunks[-2].choices[0].finish_reason
     else:
         choice = ask(served_plane, claim["session_id"], stop="three").choices[0]
-        text, reason = choice.message.content, choice.finish_reason
+        text = choice.message.content
+        reason = choice.finish_reason
     assert (text, reason) == ("one two ", "stop")
     assert served_plane.get("/runs/run")["engines"][0]["running"] == 0
 

@@ -42,7 +42,9 @@ from tests.bench.dataplane.planes import ServedPlane, finish, say
 from tests.bench.dataplane.restarts import Restarts
 from tests.patience import patience, wait_until
 
-CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 GOOGLE = "/v1/models/policy:generateContent"
 DIALECTS: list[tuple[str, Callable[[str], Sequence[Fields]], str]] = [
     (CHAT, show_in_chat, "This model's maximum context length is"),
@@ -50,7 +52,8 @@ DIALECTS: list[tuple[str, Callable[[str], Sequence[Fields]], str]] = [
     (RESPONSES, show_in_responses, "Your input exceeds the context window"),
     (GOOGLE, show_in_google, "exceeds the maximum number of tokens allowed"),
 ]
-RED, BLUE = png("red"), png("blue")
+RED = png("red")
+BLUE = png("blue")
 
 
 @pytest.fixture
@@ -89,7 +92,8 @@ def seal(plane: ServedPlane) -> list[Trajectory]:
 
 def check_shown(plane: ServedPlane, asked: GenerationRequest, seeing: Renderer, *pictures: bytes) -> None:
     """The engine is asked for these pictures, at the places of its placeholders."""
-    ids, sight = list(asked.prompt_ids), seeing.sight
+    ids = list(asked.prompt_ids)
+    sight = seeing.sight
     assert sight is not None
     for span, picture in zip(asked.pictures, pictures, strict=True):
         assert ids[span.start : span.start + span.length] == [sight.token_id] * span.length
@@ -252,7 +256,8 @@ def test_a_session_that_ends_while_a_picture_is_decoded_gets_no_turn(
     plane: ServedPlane, seeing: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [claim] = plane.claim()
-    begun, ends = threading.Event(), threading.Event()
+    begun = threading.Event()
+    ends = threading.Event()
 
     def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
         begun.set()
@@ -260,7 +265,8 @@ def test_a_session_that_ends_while_a_picture_is_decoded_gets_no_turn(
         return fit_apart(data, sight, cpu_s)
 
     monkeypatch.setattr(media, "fit_apart", fit)
-    path, body = f"/sessions/{claim['session_id']}{CHAT}", show_in_chat(encoded(RED))[0]
+    path = f"/sessions/{claim['session_id']}{CHAT}"
+    body = show_in_chat(encoded(RED))[0]
     with ThreadPoolExecutor(1) as agent:
         asking = agent.submit(ask, plane, path, body)
         assert begun.wait(patience())
@@ -318,7 +324,8 @@ def test_a_killed_data_plane_goes_on_with_the_same_pictures(restarts: Restarts, 
         for picture in (png((0, 0, 50 * turn)), RED):
             shown.append(picture)
             messages += show_in_chat(encoded(picture))[0]["messages"]
-        engine.steps_left, num_asked = turn % 2, len(plane.asked)
+        engine.steps_left = turn % 2
+        num_asked = len(plane.asked)
         with ThreadPoolExecutor(1) as agent:
             asking = agent.submit(ask_until_answered, plane, path, {"messages": [*messages]})
             wait_until(lambda: len(plane.asked) > num_asked and engine.steps_left == 0)  # noqa: B023

@@ -268,12 +268,10 @@ def test_every_field_of_a_request_reaches_the_engine_that_takes_it_over(
     }
 
 
-CHAT, RESPONSES, MESSAGES_API, GEMINI = (
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/models/policy:generateContent",
-)
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES_API = "/v1/messages"
+GEMINI = "/v1/models/policy:generateContent"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from tests.patience import patience, until
 
 
 def test_who_comes_during_a_question_shares_the_next_one() -> None:
-    may_answer, begun = threading.Semaphore(0), list[int]()
+    may_answer = threading.Semaphore(0)
+    begun = list[int]()
     has_later = False
 
     def ask() -> bool:

@@ -67,7 +67,8 @@ def trained_tokens(restarts: Restarts) -> list[int]:
 def test_a_turn_that_cannot_be_recorded_is_refused_and_joined_when_it_is_asked_again(
     restarts: Restarts, renderer: Renderer
 ) -> None:
-    plane, claim = restarts.plane, open_session(restarts, renderer)
+    plane = restarts.plane
+    claim = open_session(restarts, renderer)
     with full_disk():
         refused = plane.http.post(path_of(claim), json=BODY)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -102,7 +103,8 @@ def reasons(plane: ServedPlane) -> list[str]:
 def test_a_stream_breaks_off_with_the_reason_and_goes_on_when_it_is_asked_again(
     restarts: Restarts, renderer: Renderer
 ) -> None:
-    plane, claim = restarts.plane, open_session(restarts, renderer)
+    plane = restarts.plane
+    claim = open_session(restarts, renderer)
     engine = plane.engines["r0"]
     engine.steps_left = 3
     streamed = BODY | {"stream": True}
@@ -137,7 +139,8 @@ def text_of(event: dict[str, Any]) -> str:
 def test_a_session_that_ends_on_a_full_disk_is_finished_when_there_is_room(
     restarts: Restarts, renderer: Renderer
 ) -> None:
-    plane, claim = restarts.plane, open_session(restarts, renderer)
+    plane = restarts.plane
+    claim = open_session(restarts, renderer)
     opened = plane.client.post("/sessions", {"run_id": "run"})
     for session in (claim, opened):
         assert plane.http.post(path_of(session), json=BODY).status_code == 200

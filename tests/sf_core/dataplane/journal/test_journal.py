@@ -224,7 +224,9 @@ def test_what_a_full_disk_does_not_take_is_written_in_its_place_once_there_is_ro
 
 
 def test_what_an_fsync_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, fdatasync, num_failures = tmp_path / "a.journal", os.fdatasync, 2
+    path = tmp_path / "a.journal"
+    fdatasync = os.fdatasync
+    num_failures = 2
 
     def lose(fd: int) -> None:
         nonlocal num_failures
@@ -253,7 +255,8 @@ def test_what_an_fsync_lost_is_written_again(tmp_path: Path, monkeypatch: pytest
 def test_an_fsync_of_what_was_written_before_does_not_hide_that_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fdatasync, may_end = os.fdatasync, threading.Event()
+    fdatasync = os.fdatasync
+    may_end = threading.Event()
 
     def wait_and_sync(fd: int) -> None:
         may_end.wait(patience())

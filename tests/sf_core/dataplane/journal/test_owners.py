@@ -222,7 +222,8 @@ class Writers:
     """Writers of one journal. What was acknowledged is found by the next owner: in order, and once."""
 
     def __init__(self, folder: Path, owner: Owner) -> None:
-        self.path, self.owner = folder / "run" / "run.journal", owner
+        self.path = folder / "run" / "run.journal"
+        self.owner = owner
         self.directory = RunDirectory(str(folder / "run"))
         self.journals: dict[int, Journal] = {}
         self.attempts: dict[int, int] = {}
@@ -261,10 +262,12 @@ class Writers:
             assert error.status == 409
             await journal.close()
         else:
-            self.journals[writer], self.attempts[writer] = journal, attempt
+            self.journals[writer] = journal
+            self.attempts[writer] = attempt
 
     async def append(self, writer: int) -> None:
-        journal, attempt = self.journals[writer], self.attempts[writer]
+        journal = self.journals[writer]
+        attempt = self.attempts[writer]
         self.sent.append(record := len(self.sent))
         await journal.append(record)
         fence = Fence(lambda: self.directory.is_superseded(attempt))

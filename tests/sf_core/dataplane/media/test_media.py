@@ -55,7 +55,9 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted: list[bytes]) -> None:
-    kept, red, blue = Media(str(tmp_path)), png("red"), png("blue", (300, 200))
+    kept = Media(str(tmp_path))
+    red = png("red")
+    blue = png("blue", (300, 200))
     rounds = [sent(red, blue, red), sent(red), sent(blue)]
     complete(kept, *rounds)
     complete(kept, again := sent(blue, red))
@@ -73,7 +75,9 @@ def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted:
 def test_a_client_that_goes_away_leaves_its_picture_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, ends, num_decoded = threading.Event(), threading.Event(), Counter[str]()
+    begun = threading.Event()
+    ends = threading.Event()
+    num_decoded = Counter[str]()
 
     def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
         num_decoded["red"] += 1
@@ -82,7 +86,8 @@ def test_a_client_that_goes_away_leaves_its_picture_to_others(
         return fit_apart(data, sight, cpu_s)
 
     monkeypatch.setattr(media, "fit_apart", fit)
-    kept, waiting = Media(str(tmp_path)), sent(png("red"))
+    kept = Media(str(tmp_path))
+    waiting = sent(png("red"))
 
     async def leave() -> None:
         first, second = (
@@ -99,8 +104,10 @@ def test_a_client_that_goes_away_leaves_its_picture_to_others(
 
 
 def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[bytes]) -> None:
-    kept, data = Media(str(tmp_path)), png("red", (112, 112))
-    large, small = sent(data), sent(data)
+    kept = Media(str(tmp_path))
+    data = png("red", (112, 112))
+    large = sent(data)
+    small = sent(data)
     complete(kept, large)
     complete(kept, small, sight=SIGHT.limit(4))
     assert (large[0].part["width"], small[0].part["width"]) == (112, 56)
@@ -111,7 +118,8 @@ def test_of_many_pictures_the_latest_are_known(
     tmp_path: Path, fitted: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(media, "NUM_KNOWN", 2)
-    kept, pictures = Media(str(tmp_path)), [png((0, 0, i)) for i in range(4)]
+    kept = Media(str(tmp_path))
+    pictures = [png((0, 0, i)) for i in range(4)]
     complete(kept, sent(*pictures))
     complete(kept, sent(*pictures[2:]))
     assert len(fitted) == 4
@@ -162,7 +170,8 @@ def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(
 def test_what_cannot_be_stored_is_tried_again(tmp_path: Path) -> None:
     folder = tmp_path / "media"
     folder.write_text("in the way", encoding="utf-8")
-    kept, pictures = Media(str(folder)), sent(png("red"))
+    kept = Media(str(folder))
+    pictures = sent(png("red"))
     with pytest.raises(ApiError, match=f"cannot write pictures to {folder}: ") as refused:
         complete(kept, pictures)
     assert (refused.value.status, refused.value.code) == (503, "media_unwritable")
@@ -177,7 +186,8 @@ def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
 ) -> None:
     monkeypatch.setattr(media, "QUICK_S", 0.01)
     monkeypatch.setattr(media, "SLOW_S", 0.05)
-    kept, slow = Media(str(tmp_path)), many_scans(1000)
+    kept = Media(str(tmp_path))
+    slow = many_scans(1000)
     for _ in range(2):
         with pytest.raises(ApiError) as refused:
             complete(kept, sent(slow, png("red")))
@@ -193,7 +203,8 @@ def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
 def test_pictures_that_take_long_do_not_hold_up_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick, ends = png("red"), threading.Event()
+    quick = png("red")
+    ends = threading.Event()
 
     def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
         if data == quick:

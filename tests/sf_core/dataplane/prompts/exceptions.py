@@ -14,7 +14,8 @@ from typing import NamedTuple
 from tests.sf_core.dataplane.prompts.folders import KINDS
 from tests.sf_core.dataplane.prompts.shapes import JSON, WRITERS, Call, Request, Said, Shape, is_object
 
-VLLM, TRANSFORMERS = "vLLM", "transformers"
+VLLM = "vLLM"
+TRANSFORMERS = "transformers"
 SAME = "as the gateway"
 """What the table says where a reference does not differ."""
 

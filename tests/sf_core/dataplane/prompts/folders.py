@@ -76,7 +76,8 @@ FOLDERS = [(kind, "byte_level") for kind in KINDS] + [
 
 @cache
 def folder(kind: str, tokenizer: str) -> str:
-    made, at = KINDS[kind], Path(mkdtemp(prefix=f"{kind}-{tokenizer}-"))
+    made = KINDS[kind]
+    at = Path(mkdtemp(prefix=f"{kind}-{tokenizer}-"))
     backend = Tokenizer.from_str(_tokenizer(tokenizer).to_str())
     if made.adds:
         added = [(text, backend.token_to_id(text)) for text in made.adds.split() if text != "$A"]

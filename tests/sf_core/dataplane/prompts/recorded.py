@@ -32,7 +32,9 @@ class Continued(NamedTuple):
 def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iterator[Continued]:
     """Hold the conversation turn by turn. `fresh` is the server's prompt of a request. It ends where that
     does not begin with the prompt before it, or the answer is not rendered as it was sampled."""
-    made, rng, session = renderer(case.kind, case.tokenizer), random.Random(seed), Session("s")
+    made = renderer(case.kind, case.tokenizer)
+    rng = random.Random(seed)
+    session = Session("s")
     for at in range(len(case.shape.messages)):
         if case.shape.messages[at].role != "assistant":
             continue
@@ -41,7 +43,8 @@ def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iter
             return
         prompt = open_prompt(case.kind, case.tokenizer, before.request, session)
         case = _with_our_ids(case, at, session.turn_id(prompt, prompt.num_samples))
-        said, after = case.shape.messages[at], _up_to(case, _next_answer(case, at))
+        said = case.shape.messages[at]
+        after = _up_to(case, _next_answer(case, at))
         if _moves_system(after):
             return
         whole = fresh(after)
@@ -61,7 +64,9 @@ def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iter
 def continue_recorded(case: Case) -> tuple[Ids, Ids]:
     """The prompt of the whole conversation in a session that recorded its answers as their texts are, and the
     ids of the last answer with its prompt."""
-    made, session, recorded = renderer(case.kind, case.tokenizer), Session("s"), []
+    made = renderer(case.kind, case.tokenizer)
+    session = Session("s")
+    recorded = []
     for at, said in enumerate(case.shape.messages):
         if said.role == "assistant":
             prompt = open_prompt(case.kind, case.tokenizer, _up_to(case, at).request, session)

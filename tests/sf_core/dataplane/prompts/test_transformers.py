@@ -130,7 +130,8 @@ def test_what_follows_recorded_ids_is_rendered_as_without_them(
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_of_the_table_differs_from_transformers_where_it_says_so(name: str) -> None:
-    example, matches = ROWS[name].example, ROWS[name].differs_from(TRANSFORMERS)
+    example = ROWS[name].example
+    matches = ROWS[name].differs_from(TRANSFORMERS)
     assert (of_session(example) != of_transformers(example)) == (matches is not None)
     assert (matches is not None) == (name in explained(example, TRANSFORMERS))
 
@@ -166,6 +167,7 @@ def test_an_engine_gets_the_prompt_over_http(served_plane: ServedPlane, dialect:
 def test_a_call_that_must_be_made_begins_as_in_the_whole_text(kind: str, tokenizer: str) -> None:
     made = renderer(kind, tokenizer)
     tool = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {}}}
-    asked, forced = [{"role": "user", "content": "ask"}], FORMATS[made.tool_format].opening(tool)
+    asked = [{"role": "user", "content": "ask"}]
+    forced = FORMATS[made.tool_format].opening(tool)
     prompt = Session("s").open_prompt(asked, [tool], made, forced)
     assert prompt.full_ids().tolist() == made.encode(made.render(asked, [tool]) + forced).tolist()

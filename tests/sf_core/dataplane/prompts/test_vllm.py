@@ -79,6 +79,7 @@ def test_what_follows_recorded_ids_is_rendered_by_vllm(
 def test_a_row_of_the_table_differs_from_vllm_where_it_says_so(
     name: str, vllm_prompts: Callable[[Case], Ids | None]
 ) -> None:
-    example, matches = ROWS[name].example, ROWS[name].differs_from(VLLM)
+    example = ROWS[name].example
+    matches = ROWS[name].differs_from(VLLM)
     assert (of_session(example) != vllm_prompts(example)) == (matches is not None)
     assert matches is None or explained(example, VLLM) == [name]

@@ -52,7 +52,8 @@ def test_the_estimate_of_what_is_to_come_keeps_to_the_budget(
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "take"]), st.integers(0, 5)), max_size=40))
 def test_a_waiting_line_is_always_in_order_of_arrival(moves: list[tuple[str, int]]) -> None:
-    line, generations = WaitQueue(), [turn(1) for _ in range(6)]
+    line = WaitQueue()
+    generations = [turn(1) for _ in range(6)]
     inside: set[int] = set()
     for move, index in moves:
         if move == "join" and index not in inside:

@@ -45,7 +45,8 @@ async def after_a_round(event_s: float = NEVER_S) -> StreamPace:
 
 @in_loop
 async def test_what_is_due_together_shares_a_round() -> None:
-    pace, woken = StreamPace(NEVER_S), []
+    pace = StreamPace(NEVER_S)
+    woken = []
     for number in range(3):
         pace.soon(lambda number=number: woken.append(number))
     assert woken == []
@@ -55,7 +56,8 @@ async def test_what_is_due_together_shares_a_round() -> None:
 
 @in_loop
 async def test_the_next_round_waits_until_the_events_of_the_last_one_have_had_their_time() -> None:
-    pace, woken = await after_a_round(), []
+    pace = await after_a_round()
+    woken = []
     pace.soon(lambda: woken.append(1))
     await settled()
     assert woken == []
@@ -63,7 +65,8 @@ async def test_the_next_round_waits_until_the_events_of_the_last_one_have_had_th
 
 @in_loop
 async def test_after_that_time_the_next_round_begins_at_once() -> None:
-    pace, woken = await after_a_round(event_s=0.0), []
+    pace = await after_a_round(event_s=0.0)
+    woken = []
     pace.soon(lambda: woken.append(1))
     await settled()
     assert woken == [1]
@@ -71,7 +74,8 @@ async def test_after_that_time_the_next_round_begins_at_once() -> None:
 
 @in_loop
 async def test_a_round_that_waits_comes() -> None:
-    pace, woken = await after_a_round(event_s=0.001), asyncio.Event()
+    pace = await after_a_round(event_s=0.001)
+    woken = asyncio.Event()
     pace.soon(woken.set)
     await asyncio.wait_for(woken.wait(), patience())
 

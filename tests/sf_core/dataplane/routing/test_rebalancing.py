@@ -50,7 +50,8 @@ def test_moves_shorten_the_longest_queue_and_come_to_an_end(
 
 
 def test_an_idle_engine_is_given_its_share_of_a_long_tail() -> None:
-    busy, idle = Engine(0, [(1000, 900)] * 12), Engine(1, [])
+    busy = Engine(0, [(1000, 900)] * 12)
+    idle = Engine(1, [])
     rebalance([busy, idle])
     assert 0 < len(idle.running) < 6
     assert idle.queue().outstanding <= busy.queue().outstanding

@@ -47,7 +47,8 @@ class Keeping(ScriptedEngine):
         self._ended.append(Chunk(request.request_id, [7], [-1.0], 0, FinishReason.STOP))
 
     def step(self) -> list[Chunk]:
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return super().step() + ended
 
 
@@ -55,7 +56,9 @@ class Stand:
     """A served run, an engine of it behind a socket, and generations that are given to its router."""
 
     def __init__(self, plane: ServedPlane, engine: Keeping, generations: list[Generation]) -> None:
-        self._server, self._engine, self._generations = plane, engine, generations
+        self._server = plane
+        self._engine = engine
+        self._generations = generations
 
     def ask(self, generation: Generation) -> GenerationRequest:
         """What the engine is asked for this generation."""
@@ -69,7 +72,8 @@ class Stand:
 
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[Stand]:
-    app, folder = make_app(account_key()), Path(tmp_path_factory.mktemp("run"))
+    app = make_app(account_key())
+    folder = Path(tmp_path_factory.mktemp("run"))
     generations: list[Generation] = []
 
     async def ask(_: Request) -> Response:

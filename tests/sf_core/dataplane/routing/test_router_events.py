@@ -225,7 +225,8 @@ def check_dispatch(cluster: Cluster, asked_before: dict[int, int], published: in
     by_id = {generation.request_id: generation for generation in cluster.generations}
     for engine in cluster.engines:
         for request in engine.asked[asked_before.get(id(engine), 0) :]:
-            generation, version = by_id[request.request_id], engine.connection.version
+            generation = by_id[request.request_id]
+            version = engine.connection.version
             assert version is not None and version >= max(generation.floor, published)
             # whoever waits and came before could not have been given to this engine
             trial = trials.get(engine.connection)

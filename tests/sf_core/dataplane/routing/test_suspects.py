@@ -51,7 +51,8 @@ def ending(end: Callable[[], object]) -> MakeEngine:
     return lambda: FatalEngine(fatal, end, POISON, BAD_ROW)
 
 
-PROCESS, STEP = ending(end_process), ending(fail)
+PROCESS = ending(end_process)
+STEP = ending(fail)
 
 
 def most_deaths(num_together: int) -> int:
@@ -105,7 +106,8 @@ async def test_requests_are_answered_elsewhere_while_suspects_are_tried() -> Non
         cluster.ask([0, 5], 8)
     await cluster.dispatched()
     first.die()
-    one, other = await cluster.serving(make), await cluster.serving(make)
+    one = await cluster.serving(make)
+    other = await cluster.serving(make)
     later = cluster.ask([0, 7], 8)
     await cluster.dispatched()
     tried = [engine for engine in (one, other) if len(engine.asked) == 2]
@@ -169,7 +171,8 @@ async def test_an_engine_that_a_request_silences_counts_as_ended() -> None:
 @in_loop
 async def test_engines_that_are_taken_away_count_nothing(end: str) -> None:
     cluster = Cluster()
-    generation, leaving = cluster.ask([0, 5], 8), list[asyncio.Task[Any]]()
+    generation = cluster.ask([0, 5], 8)
+    leaving = list[asyncio.Task[Any]]()
     for _ in range(3 * MAX_FAULTS):
         engine = await cluster.serving(scripted(script))
         if end == "drain":

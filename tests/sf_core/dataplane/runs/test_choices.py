@@ -222,7 +222,8 @@ def test_a_group_begun_by_an_attempt_that_chose_nothing_keeps_its_sessions() -> 
 
 
 def test_what_a_batch_has_taken_is_not_told_as_rejected_by_the_rules_of_now() -> None:
-    m, again = manager(groups_per_batch=1), manager(groups_per_batch=1, gate=Varied())
+    m = manager(groups_per_batch=1)
+    again = manager(groups_per_batch=1, gate=Varied())
     for claim in m.claim(2):
         m.end(claim, got(1.0), 0)
         again.finish(claim, got(1.0), 0)

@@ -265,7 +265,8 @@ def test_without_its_journal_a_run_goes_on_with_what_its_directory_tells(
         rules = driver.run.spec.rollout
         expected.set_rules(rules.curriculum, rules.success, rules.group_size, rules.spare_sessions)
         expected.observe(reversed(told))
-        done, version = [outcome.group for outcome in told], driver.version
+        done = [outcome.group for outcome in told]
+        version = driver.version
         journal = driver.run.journal.path
         await driver.plane.close()
         journal.unlink()

@@ -37,7 +37,8 @@ has opened OPEN_SESSION and given it a reward."""
 
 def moved(run_dir: Path, model_dir: str, journal: Path = JOURNAL) -> bytes:
     """The journal with the folders of this machine."""
-    data, kinds = b"", set()
+    data = b""
+    kinds = set()
     with journal.open("rb") as file:
         for found in frames(file):
             kind, *values = msgspec.msgpack.decode(payload(found))

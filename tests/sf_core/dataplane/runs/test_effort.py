@@ -69,9 +69,11 @@ def test_more_effort_than_anybody_has_is_refused(answering_plane: ServedPlane, n
 
 
 def test_a_claim_that_is_sent_again_counts_once() -> None:
-    runner, told = Spent(), Spent()
+    runner = Spent()
+    told = Spent()
     for spent in (sums(1), sums(3), sums(3), sums(3), sums(4)):
-        told, runner = told + spent.since(runner), spent
+        told = told + spent.since(runner)
+        runner = spent
     assert told == sums(4)
 
 
@@ -116,7 +118,8 @@ def ask(engine: EngineConnection, name: str) -> None:
 
 
 def test_engines_are_free_while_they_serve_without_a_request(clock: list[float]) -> None:
-    effort, asked = Effort(), engine()
+    effort = Effort()
+    asked = engine()
     others = [engine(), engine(None), engine(paused=True), engine(leaving="it trains")]
     ask(asked, "r")
     clock[0] += 1.0
@@ -127,7 +130,8 @@ def test_engines_are_free_while_they_serve_without_a_request(clock: list[float])
 
 
 def test_requests_shorter_than_the_time_between_two_looks_are_counted(clock: list[float]) -> None:
-    effort, asked = Effort(), engine()
+    effort = Effort()
+    asked = engine()
     for number in range(10):
         clock[0] += 0.25
         ask(asked, f"first {number}")
@@ -144,7 +148,9 @@ def test_an_engine_counts_no_time_before_its_weights_nor_of_a_pause_nor_after_it
     clock: list[float],
 ) -> None:
     async def share() -> object:
-        router, effort, begun = Router(WeightsRef(0, ""), Limits(8, 60.0, 60.0)), Effort(), engine(None)
+        router = Router(WeightsRef(0, ""), Limits(8, 60.0, 60.0))
+        effort = Effort()
+        begun = engine(None)
         router.add(begun)
         clock[0] += 8.0
         router.confirm(begun, 0)

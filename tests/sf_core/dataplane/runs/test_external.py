@@ -134,7 +134,8 @@ def test_every_finished_session_is_stored_once_wherever_storing_breaks_off(
         for operation in operations:
             await getattr(driver, operation)()
         await driver.restart()
-        waiting, still_open = list(driver.run.state.results.opened), [s.session_id for s in driver.opened]
+        waiting = list(driver.run.state.results.opened)
+        still_open = [s.session_id for s in driver.opened]
         await driver.restart()
         assert list(driver.run.state.results.opened) == waiting
         assert [session.session_id for session in driver.opened] == still_open

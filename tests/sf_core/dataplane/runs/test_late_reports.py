@@ -146,7 +146,8 @@ SESSIONS = st.tuples(st.sampled_from(["train", "holdout", None]), st.integers(0,
 
 @given(st.lists(st.tuples(SESSIONS, st.sampled_from(["a", "b", ""])) | st.tuples(st.just("drop"), SESSIONS)))
 def test_the_latest_report_is_known_until_its_group_is_dropped(steps: list[Any]) -> None:
-    ends, known = Ends(), dict[tuple[Any, int, int], str]()
+    ends = Ends()
+    known = dict[tuple[Any, int, int], str]()
     for first, second in steps:
         if first == "drop":
             split, group, _ = second
@@ -154,7 +155,8 @@ def test_the_latest_report_is_known_until_its_group_is_dropped(steps: list[Any])
                 ends.drop(split, group)
                 known = {key: digest for key, digest in known.items() if key[:2] != (split, group)}
             continue
-        (split, group, member), digest = first, second
+        (split, group, member) = first
+        digest = second
         claim = None if split is None else Claim(SessionSlot(split, group, member), 0)
         ends.note(str(first), claim, digest)
         # of opened sessions it is also known that no report ended them
@@ -191,6 +193,7 @@ REPORTS = st.fixed_dictionaries(
 @settings(max_examples=200)
 @given(REPORTS, REPORTS)
 def test_a_digest_is_of_all_that_a_report_says(one: dict[str, Any], other: dict[str, Any]) -> None:
-    first, second = FinishBody.model_validate(one), FinishBody.model_validate(other)
+    first = FinishBody.model_validate(one)
+    second = FinishBody.model_validate(other)
     is_same = first.model_dump_json() == second.model_dump_json()
     assert (digest_of(first) == digest_of(second)) is is_same

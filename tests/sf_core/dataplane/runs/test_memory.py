@@ -52,7 +52,8 @@ class NarrowDriver(Driver):
 
     def check(self, num_begun: int, was_full: bool) -> None:
         """The account is exact, and full memory lets no group begin beside another one."""
-        run, memory = self.run, self.plane.memory
+        run = self.run
+        memory = self.plane.memory
         items = [
             *run.sessions.values(),
             *run.state.results.by_place.values(),
@@ -82,7 +83,8 @@ def test_above_the_bound_is_only_what_groups_that_have_begun_add(
         driver = NarrowDriver(folder, model_dir, renderer, bound_kb * KB)
         await driver.register()
         for operation in operations:
-            begun, was_full = driver.num_begun, driver.plane.memory.is_full
+            begun = driver.num_begun
+            was_full = driver.plane.memory.is_full
             await getattr(driver, operation)()
             # results may free memory and sessions fill it within one of these
             driver.check(begun, was_full and operation in ("claim", "finish", "fail", "lose"))

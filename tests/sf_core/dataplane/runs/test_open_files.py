@@ -31,7 +31,8 @@ def test_a_session_is_stored_once_when_files_can_be_opened_again(
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     plane.post(f"/sessions/{claim['session_id']}/v1/chat/completions", body)
     finish(plane, claim)
-    where, attempt = "/runs/run/batches/0/seal", {"attempt": 1}
+    where = "/runs/run/batches/0/seal"
+    attempt = {"attempt": 1}
     with no_more_files():
         for _ in range(2):
             refused = plane.http.post(where, json=attempt)

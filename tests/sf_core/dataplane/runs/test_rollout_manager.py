@@ -254,7 +254,8 @@ def test_evaluations_come_first_and_end_also_when_tasks_keep_failing() -> None:
     assert m.evaluations[3].results == (got(1.0),)
 
 
-RETRY, EXCLUDE = "retry_then_zero", "retry_then_exclude"
+RETRY = "retry_then_zero"
+EXCLUDE = "retry_then_exclude"
 
 
 @pytest.mark.parametrize("split", ["train", "holdout"])
@@ -311,7 +312,8 @@ def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> N
                 m.end_failed(claim, "context_overflow")
             else:
                 m.end(claim, got(worth), 0)
-    batch, hit = m.seal_next(0), {group for group, _ in overlong}
+    batch = m.seal_next(0)
+    hit = {group for group, _ in overlong}
     assert len(hit) > 50
     assert batch.rejected == ({} if rule == "zero" else dict.fromkeys(sorted(hit), "context_overflow"))
     assert len(batch.groups) == 100
@@ -461,7 +463,8 @@ class AnyRun(RuleBasedStateMachine):
     @precondition(lambda self: decide.readiness(self.manager, self.manager.next_batch).ready)
     @rule()
     def seal(self) -> None:
-        k, rules = self.manager.next_batch, self.manager.rules
+        k = self.manager.next_batch
+        rules = self.manager.rules
         before = dict(self.manager.groups)
         batch = self.manager.seal_next(k)
         assert len(set(batch.groups)) == rules.groups_per_batch

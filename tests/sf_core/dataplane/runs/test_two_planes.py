@@ -118,7 +118,8 @@ def test_a_stopped_data_plane_keeps_its_run_and_goes_on_when_it_is_continued(
 ) -> None:
     with process(tmp_path, model_dir, "a") as first, process(tmp_path, model_dir, "b") as second:
         begin(first, renderer, 1)
-        pid, session_id = pid_of(first), open_and_ask(first)
+        pid = pid_of(first)
+        session_id = open_and_ask(first)
         with agents_at(first.url) as agents:
             agents.await_more()
             os.kill(pid, signal.SIGSTOP)

@@ -14,7 +14,8 @@ from tests.bench.dataplane.conversations import FIND, user
 def test_keys_are_those_of_the_whole_request_whatever_was_asked_before(
     requests: list[tuple[int, list[str]]],
 ) -> None:
-    conversations, asked = Conversations(), [[user("start")]]
+    conversations = Conversations()
+    asked = [[user("start")]]
     for shared, texts in requests:
         before = asked[shared % len(asked)]
         messages = [*before[: 1 + shared % len(before)], *map(user, texts)]

@@ -17,7 +17,8 @@ class Item:
 
 def test_items_are_counted_as_they_were_when_they_were_last_weighed() -> None:
     memory = Memory(1)
-    session, result = Item(MB), Item(10)
+    session = Item(MB)
+    result = Item(10)
     memory.add(session)
     memory.add(session)
     assert (memory.num_bytes, memory.is_full) == (MB, False)
@@ -41,9 +42,11 @@ def test_an_item_that_is_not_counted_may_be_weighed_and_removed() -> None:
 
 def test_whoever_waits_for_memory_is_woken_once_it_is_no_longer_full() -> None:
     async def scenario() -> None:
-        memory, signal = Memory(1), Signal()
+        memory = Memory(1)
+        signal = Signal()
         memory.watchers.add(signal)
-        large, small = Item(MB), Item(10)
+        large = Item(MB)
+        small = Item(10)
         memory.add(large)
         memory.add(small)
         waiting = asyncio.ensure_future(signal.wait())

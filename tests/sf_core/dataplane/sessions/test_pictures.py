@@ -72,7 +72,8 @@ class Shown(RuleBasedStateMachine):
         """add_vision_id: the template counts pictures, so that it does not only append. cuts: it rewrites."""
         self.rng = random.Random(seed)
         self.renderer = cutting_family().with_options({option: True} if option else {})
-        self.record, self.undisturbed = Record(self.renderer), Record(self.renderer)
+        self.record = Record(self.renderer)
+        self.undisturbed = Record(self.renderer)
         self.names: dict[int, str] = {}
         self.open: list[list[Message]] = [[user("start")]]
 
@@ -235,7 +236,8 @@ def test_no_text_of_any_role_shows_a_picture_or_is_refused(given: tuple[list[Mes
 def test_a_session_goes_on_whatever_its_policy_and_its_tools_spell(data: st.DataObject) -> None:
     seeing = family("qwen2_5_vl")
     assert seeing.sight is not None
-    record, messages = Record(seeing), [user(data.draw(SPELLED))]
+    record = Record(seeing)
+    messages = [user(data.draw(SPELLED))]
     for _ in range(3):
         prompt = record.session.open_prompt(messages, [], seeing)
         said = data.draw(SPELLED)

@@ -73,7 +73,8 @@ def rows(
     dialect: Dialect, body: Callable[[Sequence[Said]], dict[str, Any]], args: Sequence[int], rename: Rename
 ) -> list[Trajectory]:
     """A conversation of these calls, one after the other."""
-    renderer, rng = family("qwen3"), random.Random(0)
+    renderer = family("qwen3")
+    rng = random.Random(0)
     record = Record(renderer)
     made: list[Said] = []
     for number, x in enumerate(args):

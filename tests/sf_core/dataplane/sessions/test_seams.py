@@ -44,7 +44,8 @@ class Interrupter:
     def ask(self, cuts: list[int], options: dict[str, Any], streamed: bool) -> tuple[dict[str, Any], int]:
         """Answer to a request that moves after each number of steps in `cuts`, and number of moves."""
         names = itertools.cycle(["a", "b"])
-        now, other = next(names), next(names)
+        now = next(names)
+        other = next(names)
         self.pause(other)
         self.hold(now, cuts[0] if cuts else None)
         answers: list[dict[str, Any]] = []

@@ -94,7 +94,8 @@ def test_an_answer_that_comes_back_with_a_name_is_the_recorded_one(model_dir: st
         ),
         encoding="utf-8",
     )
-    session, renderer = Session("s"), Renderer(str(tmp_path))
+    session = Session("s")
+    renderer = Renderer(str(tmp_path))
     example = [user("x"), {"role": "assistant", "content": "y", "name": "coder"}]
     first = sample(session, renderer, [*example, user("a")], say(renderer, "one"))
     named = first.message | {"name": "coder"}
@@ -133,7 +134,8 @@ def test_branches_say_why_they_were_opened(renderer: Renderer) -> None:
 
 def test_what_a_template_rewrites_forks_where_the_tokens_part() -> None:
     record = Record(family("qwen3"))
-    session, renderer = record.session, record.renderer
+    session = record.session
+    renderer = record.renderer
     thought = odd_ids(renderer, "<think>\nwhy\n</think>\n\nsaid", Random(1))
     first = record.answer(session.open_prompt([user("a")], [FIND], renderer), thought)
     messages = [user("a"), first.message, user("b")]
@@ -148,7 +150,8 @@ def test_what_a_template_rewrites_forks_where_the_tokens_part() -> None:
 
 def test_reasoning_between_tool_calls_stays_and_goes_with_the_next_question() -> None:
     record = Record(family("qwen3"))
-    session, renderer = record.session, record.renderer
+    session = record.session
+    renderer = record.renderer
     messages = [user("a")]
     for x in range(3):
         text = f"<think>\nwhy {x}\n</think>\n\nsaid"
@@ -162,7 +165,8 @@ def test_reasoning_between_tool_calls_stays_and_goes_with_the_next_question() ->
 
 def test_a_template_is_given_answers_with_what_the_agent_left_out() -> None:
     record = Record(family("qwen3"))
-    session, renderer = record.session, record.renderer
+    session = record.session
+    renderer = record.renderer
     messages: list[Message] = [user("a")]
     for x in range(6):
         prompt = session.open_prompt(messages, [FIND], renderer)
@@ -180,10 +184,12 @@ def test_a_template_is_given_answers_with_what_the_agent_left_out() -> None:
 
 def test_a_forced_beginning_is_part_of_the_prompt_and_of_the_answer() -> None:
     record = Record(family("qwen3"))
-    session, renderer = record.session, record.renderer
+    session = record.session
+    renderer = record.renderer
     plain = session.open_prompt([user("a")], [FIND], renderer)
     text = call_text("qwen3", 1)
-    forced, rest = text[:25], text[25:]
+    forced = text[:25]
+    rest = text[25:]
     prompt = session.open_prompt([user("a")], [FIND], renderer, forced)
     assert prompt is not plain
     assert prompt is session.open_prompt([user("a")], [FIND], renderer, forced)
@@ -197,7 +203,8 @@ def test_a_forced_beginning_is_part_of_the_prompt_and_of_the_answer() -> None:
 
 def test_a_prompt_of_ids_goes_on_from_the_longest_recorded_line() -> None:
     record = Record(family("chatml"))
-    session, renderer = record.session, record.renderer
+    session = record.session
+    renderer = record.renderer
     turn = record.answer(session.open_prompt([user("a")], [], renderer), [7, 8, 9])
     line = turn.prompt.full_ids().tolist() + turn.ids.tolist()
     following = session.open_ids([*line, 5, 6])
@@ -216,7 +223,8 @@ def test_a_prompt_of_ids_goes_on_from_the_longest_recorded_line() -> None:
 
 def test_numbers_that_python_calls_equal_are_different_calls() -> None:
     record = Record(family("qwen3"))
-    session, renderer = record.session, record.renderer
+    session = record.session
+    renderer = record.renderer
     turn = record.answer(
         session.open_prompt([user("a")], [FIND], renderer),
         renderer.encode(call_text("qwen3", 1)).tolist(),
@@ -263,7 +271,8 @@ def test_shared_turns_are_trained_in_the_first_branch_only(renderer: Renderer) -
 
 def test_a_row_has_what_was_sampled_where_it_was_sampled(renderer: Renderer) -> None:
     """A turn that new weights went on with, by value."""
-    session, sampling = Session("s"), Sampling(temperature=0.7, top_p=0.9, top_k=5)
+    session = Session("s")
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5)
     prompt = session.open_prompt([user("a")], [], renderer)
     generation = generation_of(prompt, sampling)
     ids = [7, 9, 8, renderer.stop_token_ids[0]]
@@ -273,7 +282,8 @@ def test_a_row_has_what_was_sampled_where_it_was_sampled(renderer: Renderer) -> 
     following = session.open_prompt([user("a"), session.turns[0].message, user("b")], [], renderer)
     assert following.version == 4
     [row] = export(session, renderer)
-    start, given = prompt.end, prompt.full_ids().tolist()
+    start = prompt.end
+    given = prompt.full_ids().tolist()
     assert row.token_ids.tolist() == given + ids
     assert row.loss_mask.tolist() == [False] * start + [True] * 4
     assert row.logprobs[start:].tolist() == [-0.5, -2.5, -0.25, -1.5] and np.isnan(row.logprobs[:start]).all()
@@ -361,7 +371,8 @@ def test_branches_that_fork_inside_an_abandoned_turn_share_what_the_longest_of_t
         generation = generation_of(prompt)
         logprobs = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
         generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
-        number, message = session.begin_sample(prompt, 0), assistant_message("", [], f"{asked}")
+        number = session.begin_sample(prompt, 0)
+        message = assistant_message("", [], f"{asked}")
         if is_given_up:
             session.abandon(generation, prompt, number, message)
         else:

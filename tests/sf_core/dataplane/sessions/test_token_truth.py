@@ -53,7 +53,8 @@ class Conversation:
 class Conversations(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(FAMILIES), seed=st.integers(0, 2**32))
     def start(self, name: str, seed: int) -> None:
-        self.name, self.rng = name, random.Random(seed)
+        self.name = name
+        self.rng = random.Random(seed)
         self.renderer = family(name)
         self.record = Record(self.renderer)
         self.undisturbed = Record(self.renderer)
@@ -193,13 +194,15 @@ class Conversations(RuleBasedStateMachine):
 
     def _turn(self, conversation: Conversation, kind: str, said: str, end: bool) -> None:
         prompt = self._ask(conversation)
-        text, calls = said, []
+        text = said
+        calls = []
         if "think" in kind and self.name == "qwen3":
             text = f"<think>\nwhy {said}\n</think>\n\n{said}"
         if "call" in kind and conversation.tools and end:
             # reasoning beside a call is kept in the answer's text by the gateway: not shown here
             x = self.rng.randrange(4)
-            text, calls = call_text(self.name, x), [ToolCall("find", {"x": x})]
+            text = call_text(self.name, x)
+            calls = [ToolCall("find", {"x": x})]
         ids = odd_ids(self.renderer, text, self.rng)
         if not end:
             ids = ids[: self.rng.randrange(len(ids) + 1)]

@@ -43,7 +43,8 @@ def _arguments(value: Any) -> list[Any]:
 def test_a_value_comes_back_as_it_was_sampled(
     dialect: Dialect, body: Callable[[Sequence[Said]], dict[str, Any]], value: Any
 ) -> None:
-    renderer, record = family("qwen3"), Record(family("qwen3"))
+    renderer = family("qwen3")
+    record = Record(family("qwen3"))
     path = dialect.paths[0].replace("{model:path}", "policy")
 
     def asked(said: Sequence[Any]) -> Any:

@@ -78,7 +78,8 @@ class Disturbances:
     """What a cluster does to a run, one step at a time; after each step there are two engines."""
 
     def __init__(self, plane: ServedPlane, run_id: str) -> None:
-        self.server, self.run_id = plane, run_id
+        self.server = plane
+        self.run_id = run_id
         self.version = 0
         self.names = itertools.count()
         self.killed: RecordingEngine | None = None

@@ -130,9 +130,11 @@ def test_the_bytes_of_the_log_probs_are_the_text_that_was_sampled(
     # single ids are mostly bytes, and a length cuts characters
     ids = [i for part in parts for i in ([part] if isinstance(part, int) else renderer.encode(part).tolist())]
     ids = ids[:length]
-    end, reason = "", FinishReason.LENGTH
+    end = ""
+    reason = FinishReason.LENGTH
     if is_stopped:
-        end, reason = "<|im_end|>", FinishReason.STOP
+        end = "<|im_end|>"
+        reason = FinishReason.STOP
         ids.append(renderer.stop_token_ids[0])
     cut = data.draw(st.integers(0, len(ids) - 1), "cut")
     chunks = [Chunk("r", ids[cut:], [-0.5] * (len(ids) - cut), 0, reason)]

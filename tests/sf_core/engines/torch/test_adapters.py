@@ -30,7 +30,8 @@ from tests.sf_core.engines.adapter_contract import AdapterEngineTests
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
 from tests.sf_core.engines.torch.test_torch_engine import prompts, request, take
 
-LEAN, OTHER = "qwen3", "qwen3-moe"
+LEAN = "qwen3"
+OTHER = "qwen3-moe"
 """Architectures that run by the lean decoder, and by transformers' own forward pass."""
 
 
@@ -38,7 +39,8 @@ LEAN, OTHER = "qwen3", "qwen3-moe"
 class TestContract(AdapterEngineTests, GrammarEngineTests):
     @pytest.fixture(autouse=True)
     def _of(self, adapter_folders: AdapterFolders, kind: str) -> None:
-        self.adapters, self.kind = adapter_folders, kind
+        self.adapters = adapter_folders
+        self.kind = kind
 
     def make(self) -> Engine:
         given = {"engine": {"max_running": 8, "context_length": 100}, "train": {"lora": {}}}
@@ -69,7 +71,8 @@ def test_the_base_is_read_once_for_all_versions(
 ) -> None:
     start = tmp_path / "start"
     shutil.copytree(adapter_folders.start(kind), start)
-    engine, r = engine_of(str(start)), request("r", prompts(9)[0])
+    engine = engine_of(str(start))
+    r = request("r", prompts(9)[0])
     (start / "model.safetensors").unlink()
     for version in (1, 2, 3):
         take(engine, adapter_folders.version(kind, version), version)
@@ -92,7 +95,8 @@ def test_kept_kv_is_that_of_its_request_and_no_other_one_starts_from_it(
         chunks += sample(engine, request("after", prompt, 40))
         return [c for c in chunks if c.request_id == "before"], ids_of(chunks, "after")
 
-    (kept, after_kept), (recomputed, after_recomputed) = go_on("keep"), go_on("recompute")
+    (kept, after_kept) = go_on("keep")
+    (recomputed, after_recomputed) = go_on("recompute")
     assert [chunk.version for chunk in kept] == [chunk.version for chunk in recomputed] == [0, 2, 2, 2]
     assert ids_of(kept) != ids_of(recomputed)
     assert after_kept == after_recomputed
@@ -102,7 +106,8 @@ def test_kept_kv_is_that_of_its_request_and_no_other_one_starts_from_it(
 def test_in_bfloat16_the_rounded_factors_are_beside_the_rounded_weights(
     adapter_folders: AdapterFolders, tmp_path: Path, kind: str
 ) -> None:
-    start, adapter = adapter_folders.start(kind), adapter_folders.adapter(kind)
+    start = adapter_folders.start(kind)
+    adapter = adapter_folders.adapter(kind)
     weights = {
         name: tensor.bfloat16().float() for name, tensor in load_file(f"{start}/model.safetensors").items()
     }
@@ -120,7 +125,8 @@ def test_in_bfloat16_the_rounded_factors_are_beside_the_rounded_weights(
 
     of_base = first_logprobs(engine)
     take(engine, adapter_folders.version(kind, 3), 3)
-    told, expected = first_logprobs(engine), first_logprobs(exact)
+    told = first_logprobs(engine)
+    expected = first_logprobs(exact)
     assert (told - expected).abs().mean() < 0.04
     assert (of_base - expected).abs().mean() > 0.2
 
@@ -134,7 +140,8 @@ def test_start_folder_and_versions_may_be_in_an_object_store(adapter_folders: Ad
         for path in Path(folder).rglob("*"):
             if path.is_file():
                 files.write_atomic(f"{remote}/{name}/{path.relative_to(folder)}", path.read_bytes())
-    local, r = engine_of(adapter_folders.start(LEAN)), request("r", prompts(9)[0])
+    local = engine_of(adapter_folders.start(LEAN))
+    r = request("r", prompts(9)[0])
     engine = engine_of(f"{remote}/start")
     take(local, adapter_folders.version(LEAN, 1), 1)
     take(engine, f"{remote}/v00001", 1)
@@ -166,6 +173,7 @@ def test_an_adapter_of_any_layers_rank_and_alpha_is_what_the_merged_model_gives(
     exact = TorchEngine(str(merged), max_running=4, context_length=100)
     take(exact, str(merged), 0)
     r = request("r", prompts(30)[0], 1)
-    told, expected = sample(engine_of(str(start)), r), sample(exact, r)
+    told = sample(engine_of(str(start)), r)
+    expected = sample(exact, r)
     # the likeliest token; of two that are equally likely, either may be. Norms keep logits as small as 8
     assert_rounded(logprobs_of(told), logprobs_of(expected), 2 * FORWARD, scale=8.0)

@@ -90,7 +90,9 @@ def full_logprobs(folder: str, r: GenerationRequest, tokens: list[int], dtype: t
 
 def test_running_requests_get_tokens_while_a_long_prompt_is_filled(first_policy: str) -> None:
     engine = engine_of(first_policy)
-    short, long, other = request("short", 9, 30), request("long", 5000), request("other", 40)
+    short = request("short", 9, 30)
+    long = request("long", 5000)
+    other = request("other", 40)
     engine.submit(short)
     engine.step()
     engine.submit(long)
@@ -116,7 +118,8 @@ def test_prompts_that_are_filled_in_pieces_give_what_a_full_pass_gives(
 def test_kv_of_earlier_weights_in_a_half_filled_prompt_reaches_no_other_request(
     two_policies: tuple[str, str], kv_on_update: Literal["recompute", "keep"]
 ) -> None:
-    engine, half = engine_of(two_policies[0], kv_on_update=kv_on_update), request("half", 5000)
+    engine = engine_of(two_policies[0], kv_on_update=kv_on_update)
+    half = request("half", 5000)
     engine.submit(half)
     assert engine.step() == []
     take(engine, two_policies[1], 1)
@@ -128,7 +131,8 @@ def test_kv_of_earlier_weights_in_a_half_filled_prompt_reaches_no_other_request(
 
 
 def test_a_prompt_that_is_aborted_half_filled_is_gone_on_with(first_policy: str) -> None:
-    engine, r = engine_of(first_policy), request("r", 5000)
+    engine = engine_of(first_policy)
+    r = request("r", 5000)
     engine.submit(r)
     engine.step()
     (ended,) = engine.abort()

@@ -17,7 +17,8 @@ from tests.properties import examples
 from tests.sf_core.engines.torch.test_long_prompts import finish, full_logprobs
 from tests.sf_core.engines.torch.test_torch_engine import engine_of, prompts, take
 
-GROUP_SIZE, SAMPLED = 8, 5
+GROUP_SIZE = 8
+SAMPLED = 5
 TOLERANCE = ModelEngineTests.tolerance
 
 
@@ -117,7 +118,8 @@ def test_in_bfloat16_a_group_that_comes_back_is_as_exact_as_bfloat16_is(model_fo
 def differences_of_a_group(model_folders: ModelFolders, dtype: torch.dtype) -> torch.Tensor:
     """Differences of a group that continues under other weights."""
     (prompt,) = prompts(30)
-    engine, requests = engine_of(model_folders(), max_running=12, dtype=dtype), group_of(prompt, 0)
+    engine = engine_of(model_folders(), max_running=12, dtype=dtype)
+    requests = group_of(prompt, 0)
     again = interrupt(engine, requests, SAMPLED)
     take(engine, model_folders("qwen3", 1), 1)
     return differences(model_folders("qwen3", 1), engine, again, dtype)

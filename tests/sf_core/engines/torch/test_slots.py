@@ -10,7 +10,8 @@ def test_a_request_that_moves_to_another_slot_keeps_what_was_sampled_for_it() ->
     table = SlotTable(num_slots=2, context_length=8)
     for slot, name in enumerate("ab"):
         table.occupy(slot, GenerationRequest(name, [5 + slot], 0, 4, (), Sampling(seed=slot)), 0)
-    both, first = np.array([0, 1]), np.array([0])
+    both = np.array([0, 1])
+    first = np.array([0])
     table.append(both, np.array([10, 20]), np.array([-1.0, -2.0], np.float32), version=3)
     table.append(both, np.array([11, 21]), np.array([-1.5, -2.5], np.float32), version=3)
     ended = table.end(0, FinishReason.STOP)

@@ -61,7 +61,8 @@ class TestContract(GrammarEngineTests):
 
     @pytest.fixture(autouse=True)
     def _of(self, model_folders: ModelFolders, kind: str) -> None:
-        self.folders, self.kind = model_folders, kind
+        self.folders = model_folders
+        self.kind = kind
 
     def make(self) -> TorchEngine:
         return TorchEngine(self.folders(self.kind), max_running=8, context_length=100)
@@ -246,7 +247,8 @@ def test_an_engine_of_published_weights_reads_no_others(
     start = tmp_path / "start"
     shutil.copytree(model_folders(kind, 0), start)
     config = RunConfig.model_validate({"engine": {"max_running": 2, "context_length": 100}})
-    engine, r = make_engine(config, str(start), WorkerDevice()), request("r", prompts(9)[0])
+    engine = make_engine(config, str(start), WorkerDevice())
+    r = request("r", prompts(9)[0])
     take(engine, str(start), 0)
     assert generate(engine, [r])["r"] == alone(model_folders(kind, 0), r)
     engine.rest()
@@ -282,7 +284,8 @@ def test_kept_kv_lets_running_requests_go_on_without_recomputation(model_folders
         engine.submit(request("r", prompt, 40))
         return engine.step() + take(engine, model_folders(seed=1), 1) + drain(engine)
 
-    kept, recomputed = engine_of(model_folders(), kv_on_update="keep"), engine_of(model_folders())
+    kept = engine_of(model_folders(), kv_on_update="keep")
+    recomputed = engine_of(model_folders())
     a, b = (interrupted_by_weights(engine) for engine in (kept, recomputed))
     assert sum(len(chunk.token_ids) for chunk in a) == 40
     assert a[-1].version == b[-1].version == 1
@@ -363,7 +366,8 @@ def test_weights_in_use_do_not_change_with_the_file_that_they_came_from(
     model_folders: ModelFolders, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostWeights, "fetch", lambda _, weights: weights.uri)
-    file, r = tmp_path / "model.safetensors", request("r", prompts(9)[0])
+    file = tmp_path / "model.safetensors"
+    r = request("r", prompts(9)[0])
     shutil.copy(f"{model_folders(kind)}/model.safetensors", file)
     engine = TorchEngine(model_folders(kind), max_running=2, context_length=100)
     for version in (0, 1):
@@ -379,7 +383,8 @@ def test_weights_in_use_do_not_change_with_the_file_that_they_came_from(
 def test_after_a_rest_an_engine_serves_again_and_what_was_coming_is_forgotten(
     model_folders: ModelFolders, kind: str
 ) -> None:
-    engine, r = engine_of(model_folders(kind)), request("r", prompts(9)[0])
+    engine = engine_of(model_folders(kind))
+    r = request("r", prompts(9)[0])
     engine.submit(r)
     engine.submit(replace(r, request_id="waits"))
     engine.step()
@@ -461,13 +466,16 @@ def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_und
 @pytest.fixture
 def fails_at(small_policy: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """A token with which the logits of built-in policies are NaN, and so are keys and values."""
-    token, next_logits = 33, DecoderModel.next_logits
+    token = 33
+    next_logits = DecoderModel.next_logits
 
     def spoiled(self: DecoderModel, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         bad = (ids == token).nonzero().flatten().tolist()
         logits = next_logits(self, cache, ids, starts)
         keys, values = cache.read(0, cache.place(None, starts, 1))
-        keys[bad], values[bad], logits[bad] = torch.nan, torch.nan, torch.nan
+        keys[bad] = torch.nan
+        values[bad] = torch.nan
+        logits[bad] = torch.nan
         logits[:, token] = -torch.inf
         return logits
 

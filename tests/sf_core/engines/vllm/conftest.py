@@ -41,7 +41,8 @@ class Policies:
     """Weights by version; the folder of version 0 is the start folder."""
 
     def __init__(self, root: Path, *, tied: bool) -> None:
-        self._root, self._tied = root, tied
+        self._root = root
+        self._tied = tied
 
     def folder(self, version: int) -> str:
         folder = self._root / f"{'tied' if self._tied else 'untied'}-{version}"

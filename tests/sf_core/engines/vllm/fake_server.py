@@ -19,7 +19,8 @@ from tests.patience import patience
 
 VOCABULARY = 60
 
-PLACEHOLDER, SIDE = VOCABULARY, 28
+PLACEHOLDER = VOCABULARY
+SIDE = 28
 """The id of a picture's placeholder, which is never sampled."""
 
 CONTEXT = 320
@@ -185,11 +186,15 @@ class FakeVllm:
         # one that is unloaded samples its requests to their ends
         adapter = self.adapters.get(body.get("model"))
         await asyncio.sleep(self.late_s)
-        name, settings = f"generate-tokens-{body['request_id']}", body["sampling_params"]
+        name = f"generate-tokens-{body['request_id']}"
+        settings = body["sampling_params"]
         aborted = self._aborted[name] = asyncio.Event()
         response = web.StreamResponse()
         await response.prepare(request)
-        ids, unsent, names, finish = list(body["token_ids"]), list[int](), set[str](), None
+        ids = list(body["token_ids"])
+        unsent = list[int]()
+        names = set[str]()
+        finish = None
         try:
             if ranges and self.num_misses:
                 self.num_misses -= 1
@@ -223,7 +228,9 @@ class FakeVllm:
 
 def _expand(ids: Sequence[int], parts: Sequence[Any]) -> tuple[list[int], list[dict[str, int]]]:
     """The ids with all placeholders of these pictures, and where those are."""
-    expanded, ranges, left = list[int](), list[dict[str, int]](), [*parts]
+    expanded = list[int]()
+    ranges = list[dict[str, int]]()
+    left = [*parts]
     for token in ids:
         length = 1
         if token == PLACEHOLDER and left:
@@ -248,7 +255,8 @@ async def _send(response: web.StreamResponse, message: Any) -> None:
 @contextmanager
 def fake_vllm() -> Iterator[FakeVllm]:
     """A server on loopback."""
-    loop, fake = asyncio.new_event_loop(), FakeVllm()
+    loop = asyncio.new_event_loop()
+    fake = FakeVllm()
 
     async def begin() -> web.AppRunner:
         application = web.Application()

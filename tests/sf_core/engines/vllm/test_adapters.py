@@ -52,7 +52,8 @@ class TestContract(AdapterEngineTests):
 
     @pytest.fixture(autouse=True)
     def _of(self, adapting: AsyncEngine, adapters: AdapterFolders) -> None:
-        self.engine, self.adapters = adapting, adapters
+        self.engine = adapting
+        self.adapters = adapters
         # after a test that failed
         adapting.loop.run_until_complete(adapting.rest())
 
@@ -96,7 +97,8 @@ class TestContract(AdapterEngineTests):
     def test_a_server_that_is_killed_between_two_versions_serves_the_next_one_when_it_is_back(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        unload_others, killed = Adapters.unload_others, list[str]()
+        unload_others = Adapters.unload_others
+        killed = list[str]()
 
         async def kill_before(adapters: Adapters, client: VllmClient) -> None:
             if adapters.model and adapters.model.startswith("policy.1.") and not killed:

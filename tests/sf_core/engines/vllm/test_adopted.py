@@ -75,7 +75,8 @@ def test_a_server_that_cannot_be_an_engine_is_refused_in_one_sentence(
     adopted_url: str, untied: Policies, tied: Policies, adapters: AdapterFolders
 ) -> None:
     assert f"--max-model-len {CONTEXT + 1}" in refusal(adopted_url, untied, context_length=CONTEXT + 1)
-    start, weights = adapters.start("qwen3"), WeightsRef(1, adapters.version("qwen3", 1))
+    start = adapters.start("qwen3")
+    weights = WeightsRef(1, adapters.version("qwen3", 1))
     said = refusal(adopted_url, start, weights, adapts=True)
     assert "takes no adapters: start it with --enable-lora --max-loras=2 --max-cpu-loras=3" in said
     # its own engine gives it a head that is not tied

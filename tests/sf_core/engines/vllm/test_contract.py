@@ -26,7 +26,8 @@ class TestContract(GrammarEngineTests):
 
     @pytest.fixture(autouse=True)
     def _of(self, engine: AsyncEngine, tied: Policies) -> None:
-        self.engine, self.policies = engine, tied
+        self.engine = engine
+        self.policies = tied
         # after a test that failed
         engine.loop.run_until_complete(engine.rest())
 

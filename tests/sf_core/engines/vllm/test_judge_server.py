@@ -47,7 +47,8 @@ def ask(endpoint: Endpoint) -> list[tuple[str, float]]:
 def test_a_judge_answers_who_has_the_key_and_is_back_after_a_kill(
     vllm: str, small_policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    judge, before = JudgeConfig(model=small_policy, concurrency=2), servers()
+    judge = JudgeConfig(model=small_policy, concurrency=2)
+    before = servers()
     with serve_judges({"a": (judge, small_policy)}) as endpoints:
         [one] = endpoints.values()
         said = ask(one)

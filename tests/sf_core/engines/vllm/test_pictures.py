@@ -72,9 +72,12 @@ class TestPictures(ServingTests):
 
     @pytest.fixture(autouse=True)
     def _of(self, fake: FakeVllm, versions: Path, tmp_path: Path) -> Iterator[None]:
-        self.fake, self.folders, self.runs = fake, versions, tmp_path
+        self.fake = fake
+        self.folders = versions
+        self.runs = tmp_path
         self.media_dir = f"{tmp_path}/run/media"
-        one, two = store(self.media_dir, 2, 3), store(self.media_dir, 1, 1)
+        one = store(self.media_dir, 2, 3)
+        two = store(self.media_dir, 1, 1)
         # neighbours too, and one of them twice
         self.prompt, self.pictures = place_pictures([5, one, two, 6, one], SIGHT)
         fake.model_config = {"allowed_local_media_path": str(tmp_path)}
@@ -209,7 +212,8 @@ def test_a_server_that_shows_pictures_has_a_tokenizer_and_reads_files_of_their_f
             more=[],
         )
 
-    blind, seeing = made(None), made("/runs/r/media")
+    blind = made(None)
+    seeing = made("/runs/r/media")
     assert {*blind} - {*seeing} == {"--skip-tokenizer-init"}
     assert {*seeing} - {*blind} == {
         "--allowed-local-media-path=/runs/r/media",
@@ -227,10 +231,8 @@ def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_par
         folder = PolicyFolder(policies.start_dir, untied=untied, max_picture_tokens=16)
         for version in (1, 0, 2):
             folder.take(policies.folder(version))
-            expected, got = (
-                load_file(f"{policies.whole(version)}/model.safetensors"),
-                load_weights(folder.path),
-            )
+            expected = load_file(f"{policies.whole(version)}/model.safetensors")
+            got = load_weights(folder.path)
             if untied:
                 assert torch.equal(got.pop("lm_head.weight"), expected["model.embed_tokens.weight"])
             assert got.keys() == expected.keys()

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.system
 
 PROMPT = [5, 6, 7, 8]
 
-API_SERVER, WORKER = "vllm.entrypoints.openai.api_server", "VLLM::Worker"
+API_SERVER = "vllm.entrypoints.openai.api_server"
+WORKER = "VLLM::Worker"
 
 
 def request(name: str, max_tokens: int = 300) -> GenerationRequest:
@@ -35,7 +36,8 @@ def request(name: str, max_tokens: int = 300) -> GenerationRequest:
 
 def check_logprobs(policy: Policies, chunks: list[Chunk]) -> None:
     """Tokens of one request, each under the weights of its version."""
-    ids, place = [*PROMPT, *ids_of(chunks)], len(PROMPT)
+    ids = [*PROMPT, *ids_of(chunks)]
+    place = len(PROMPT)
     expected = {c.version: policy.logits(c.version, ids).log_softmax(-1) for c in chunks}
     for chunk in chunks:
         for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
@@ -142,7 +144,8 @@ def test_a_server_whose_inner_process_is_killed_while_it_loads_is_lost(
 
 def starting(engine: DrivenEngine, policy: Policies) -> set[psutil.Process]:
     """Have the engine start its server; returns the processes that there are when it has begun."""
-    before, own = servers(), set[psutil.Process]()
+    before = servers()
+    own = set[psutil.Process]()
 
     def look() -> None:
         assert engine.step() == []

@@ -54,9 +54,12 @@ class TestSeeing(FolderEngineTests):
 
     @pytest.fixture(autouse=True)
     def _of(self, seeing: AsyncEngine, policies: SeeingPolicies) -> None:
-        self.engine, self.policies, self.vocab_size = seeing, policies, policies.vocab_size
+        self.engine = seeing
+        self.policies = policies
+        self.vocab_size = policies.vocab_size
         rng = random.Random(1)
-        one, two = policies.draw(rng), policies.draw(rng)
+        one = policies.draw(rng)
+        two = policies.draw(rng)
         # one of them twice
         self.prompt, self.pictures = place_pictures([5, one, 6, 7, two, 8, one, 9], policies.sight)
         # after a test that failed
@@ -109,7 +112,8 @@ class TestSeeing(FolderEngineTests):
                 self.check_logprobs(request, own)
 
     def test_prompts_without_pictures_never_sample_the_placeholder_either(self) -> None:
-        self.pictures, self.prompt = (), (5, 6)
+        self.pictures = ()
+        self.prompt = (5, 6)
         with self.serve() as engine:
             request = replace(self.request("r"), sampling=Sampling(seed=1, temperature=3))
             chunks = sample(engine, request)
@@ -138,7 +142,8 @@ class TestSeeing(FolderEngineTests):
     def test_pictures_that_are_missing_broken_or_of_another_size_end_their_requests_alone(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        good, missing = self.policies.draw(random.Random(3)), "0" * 64
+        good = self.policies.draw(random.Random(3))
+        missing = "0" * 64
         other = self.policies.draw(random.Random(4))
         Path(media_file(self.policies.media_dir, "1" * 64)).write_bytes(b"broken")
         with self.serve() as engine:

@@ -33,7 +33,8 @@ def test_a_stored_policy_is_served_by_vllm(vllm: str, tmp_path: Path) -> None:
 
 def test_a_policy_is_served_by_vllm_itself_with_the_documented_command(vllm: str, tmp_path: Path) -> None:
     """With the command for machines without a GPU, and a port."""
-    folder, port = publish_run(tmp_path, hidden_size=64).start_dir, free_port()
+    folder = publish_run(tmp_path, hidden_size=64).start_dir
+    port = free_port()
     lines = PAGE.read_text(encoding="utf-8").replace("\\\n", "").splitlines()
     [line] = [line for line in lines if line.startswith(".venvs/vllm/bin/python ")]
     command = [vllm, *shlex.split(line.replace("runs/quickstart/policy", folder))[1:]]

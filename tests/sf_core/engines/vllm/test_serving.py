@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -42,7 +42,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, about = tmp_path_factory.mktemp("adapters"), Adapter(2, 4, ("q_proj",)).encode("none")
+    root = tmp_path_factory.mktemp("adapters")
+    about = Adapter(2, 4, ("q_proj",)).encode("none")
     for folder in ("start/adapter", *(f"a-{version}" for version in range(60))):
         factor = torch.full((2, 2), float(folder.rpartition("-")[2]) if "-" in folder else 0.0)
         save_adapter(f"{root}/{folder}", {name_factor("q_proj", "lora_A"): factor}, about, 0)
@@ -62,7 +63,8 @@ class ServingTests(EngineTests):
 
     @pytest.fixture(autouse=True)
     def _of(self, fake: FakeVllm, versions: Path) -> Iterator[None]:
-        self.fake, self.folders = fake, versions
+        self.fake = fake
+        self.folders = versions
         self.engine = self.made()
         yield
         self.engine.close()
@@ -304,12 +306,14 @@ def test_a_server_is_given_the_adapter_of_the_newest_version_and_none_before_it(
 
 class TestAdapters(ServingTests):
     num_sequences = 5
-    start, train = "start", {"lora": {}}
+    start = "start"
+    train: ClassVar[dict[str, Any]] = {"lora": {}}
 
     @pytest.fixture(autouse=True)
     def _of(self, fake: FakeVllm, adapters: Path) -> Iterator[None]:
         fake.lora_config = {"max_lora_rank": 8, "max_cpu_loras": 3}
-        self.fake, self.folders = fake, adapters
+        self.fake = fake
+        self.folders = adapters
         self.engine = self.made()
         yield
         self.engine.close()

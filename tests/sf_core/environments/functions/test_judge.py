@@ -105,7 +105,8 @@ def test_what_is_written_past_the_driver_is_a_guess_at_most(name: str) -> None:
     assert reward(f"LINES = {LINES!r}\n{FORGERIES[name]}", [SECRET, SECRET + 1]) == 0.0
 
 
-HEAD, TAIL = str(SECRET)[:4], str(SECRET)[4:]
+HEAD = str(SECRET)[:4]
+TAIL = str(SECRET)[4:]
 SEARCH = f"""
 import glob, os
 def opened(name):

@@ -179,7 +179,8 @@ def test_no_patch_changes_what_the_data_set_decides_whatever_applies_it(attempt:
 
     async def tried(box: Sandbox) -> tuple[set[str], set[str]]:
         """The cheats that were seen before and after the data set's files were put back."""
-        before, after = set(), set()
+        before = set()
+        after = set()
         for cheat, patch in CHEATS.items():
             await box.run(["find", ".", "-mindepth", "1", "-delete"], timeout_s=60)
             await box.write(BASE)

@@ -155,7 +155,8 @@ def test_a_test_that_the_code_declares_as_expected_to_fail_has_not_passed(
 def test_moving_the_tests_away_leaves_them_in_place(
     make_repositories: MakeRepositories, row: dict[str, Any], honest: float
 ) -> None:
-    old, new = "lists/tests/test_lists.py", "lists/other.py"
+    old = "lists/tests/test_lists.py"
+    new = "lists/other.py"
     patch = f"diff --git a/{old} b/{new}\nsimilarity index 100%\nrename from {old}\nrename to {new}\n"
     assert score(make_repositories(), row, patch) == honest
 
@@ -277,7 +278,8 @@ def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
         for member in members:
             packed.addfile(member, members.extractfile(member))
         link = tarfile.TarInfo("conftest.py")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        link.type = tarfile.SYMTYPE
+        link.linkname = "/etc/passwd"
         packed.addfile(link)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path))
@@ -453,7 +455,8 @@ def test_a_command_as_agent_finds_the_repository_in_its_folder(
     environment = environment_of(config)
     assert isinstance(environment, Repositories)
     task = task_of(environment, row)
-    prepare, endpoint = prepare_of(config), Endpoint("http://127.0.0.1:9/sessions/s/v1", "key", "policy")
+    prepare = prepare_of(config)
+    endpoint = Endpoint("http://127.0.0.1:9/sessions/s/v1", "key", "policy")
 
     async def work() -> Any:
         assert prepare is not None

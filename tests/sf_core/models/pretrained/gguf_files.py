@@ -45,7 +45,8 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def write_gguf(file: Path, model: LlamaForCausalLM) -> None:
-    shape, writer = model.config, gguf.GGUFWriter(str(file), "llama")
+    shape = model.config
+    writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_context_length(shape.max_position_embeddings)
     writer.add_embedding_length(shape.hidden_size)
     writer.add_block_count(shape.num_hidden_layers)

@@ -121,7 +121,8 @@ def test_what_transformers_makes_no_policy_of_is_unknown(shape: dict[str, Any]) 
 def test_a_gguf_file_that_lacks_a_tensor_is_not_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, add = small_llama(), gguf.GGUFWriter.add_tensor
+    model = small_llama()
+    add = gguf.GGUFWriter.add_tensor
 
     def leave_out(writer: gguf.GGUFWriter, name: str, *given: Any, **named: Any) -> None:
         if name != "blk.1.ffn_up.weight":

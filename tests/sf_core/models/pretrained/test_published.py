@@ -34,7 +34,8 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_has_the_weights_of_the_file_rounded_to_bfloat16(gguf_file: Path, tmp_path: Path) -> None:
     make_folder(gguf_file, tmp_path / "policy")
-    made, whole = AutoModelForCausalLM.from_pretrained(tmp_path / "policy"), small_llama()
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    whole = small_llama()
     assert made.dtype == torch.bfloat16
     for name, tensor in whole.state_dict().items():
         assert torch.equal(made.state_dict()[name], tensor.bfloat16()), name

@@ -111,7 +111,8 @@ def test_a_version_alone_has_answers_and_no_difference(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    one, other = measured(tmp_path, "v00001-a", {"a": [1]}), measured(tmp_path, "v00002-a", {"b": [1]})
+    one = measured(tmp_path, "v00001-a", {"a": [1]})
+    other = measured(tmp_path, "v00002-a", {"b": [1]})
     with pytest.raises(ValueError, match="have no answered task in common"):
         compare(one, other, [])
     configure(RunDirectory(str(tmp_path / "v00003-a")))

@@ -30,7 +30,8 @@ EOS = 256
 def opened(browser: Browser, page_file: str, **settings: Any) -> Iterator[Page]:
     """The page after drawing. Checks at the end that it requested only itself and logged nothing."""
     with new_page(browser, viewport={"width": 1240, "height": 900}, **settings) as page:
-        asked, said = [], []
+        asked = []
+        said = []
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
@@ -43,7 +44,8 @@ def opened(browser: Browser, page_file: str, **settings: Any) -> Iterator[Page]:
 
 def talk(session: str, said: str, answer: str, versions: list[int], **changes: Any) -> Trajectory:
     """A question and its answer, one byte per token; the versions sampled equal parts of the answer."""
-    given, sampled = list(said.encode()), [*answer.encode(), EOS]
+    given = list(said.encode())
+    sampled = [*answer.encode(), EOS]
     shares = np.array_split(np.arange(len(sampled)), len(versions))
     by = np.concatenate([np.full(len(share), v) for share, v in zip(shares, versions, strict=True)])
     turns = [

@@ -19,7 +19,9 @@ from tests.sf_core.reports.test_tables import trajectory
 def test_once_blocks_do_not_fit_older_iterations_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, rng, length = RunDirectory(str(tmp_path / "run-1")), np.random.default_rng(0), 500
+    run = RunDirectory(str(tmp_path / "run-1"))
+    rng = np.random.default_rng(0)
+    length = 500
     configure(run)
     for number in range(12):
         ids = rng.integers(0, 256, length, np.int32)

@@ -17,7 +17,8 @@ from tests.bench.runs import commit, group_row
 from tests.sf_core.reports.html.report_runs import HOSTILE, commit_iteration, opened, talk
 from tests.sf_core.reports.test_tables import trajectory
 
-LIGHT, DARK = "rgb(246, 247, 249)", "rgb(20, 23, 28)"
+LIGHT = "rgb(246, 247, 249)"
+DARK = "rgb(20, 23, 28)"
 
 
 def open_session(page: Page, text: str) -> None:

@@ -92,7 +92,8 @@ def test_every_task_of_a_pool_is_counted_once_in_whatever_order(
     rows: list[dict[str, Any]], random: Any, most: int
 ) -> None:
     shuffled = random.sample(rows, len(rows))
-    tasks, again = count_tasks(rows, RIGHT), count_tasks(shuffled, RIGHT)
+    tasks = count_tasks(rows, RIGHT)
+    again = count_tasks(shuffled, RIGHT)
     for task in (*tasks, *again):
         task.task_id = ""  # that of any of its groups
     assert tasks == again

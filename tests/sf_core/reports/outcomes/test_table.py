@@ -58,7 +58,8 @@ def test_tasks_are_counted_by_source_with_the_hardest_and_the_easiest(curriculum
         ["sums", "37", "1", "1", "1", "4", "80"],
         ["words", "40", "0", "0", "0", "0", "0"],
     ]
-    hard, easy = told.index(["hardest", "tasks"]), told.index(["easiest", "tasks"])
+    hard = told.index(["hardest", "tasks"])
+    easy = told.index(["easiest", "tasks"])
     assert told[hard + 1] == ["task", "source", "share", "sessions", "groups", "tokens"]
     assert told[hard + 2 : hard + 4] == [
         ["sums-1", "sums", "0.00", "4", "2", "40"],

@@ -72,7 +72,8 @@ def test_a_model_gets_defaults_of_its_own_and_the_run_stores_them(
 ) -> None:
     config = configured(tmp_path, small_policy)
     run = begun(config, is_fast=True, monkeypatch=monkeypatch)
-    tasks, renderer = tasks_of(config.environment), open_renderer(small_policy)
+    tasks = tasks_of(config.environment)
+    renderer = open_renderer(small_policy)
     prompts = [[{"role": "user", "content": tasks("train", i).prompt}] for i in range(NUM_PROMPTS)]
     longest = max(len(renderer.encode(renderer.render(prompt, []))) for prompt in prompts)
     found = run.config
@@ -154,7 +155,8 @@ def test_lengths_follow_from_those_that_are_named(
     tmp_path: Path, small_policy: str, sections: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     config = configured(tmp_path, small_policy, **sections)
-    renderer, prompt = open_renderer(small_policy), "x"
+    renderer = open_renderer(small_policy)
+    prompt = "x"
     while len(renderer.encode(renderer.render([{"role": "user", "content": prompt}], []))) < 103:
         prompt += "x"
     known = [prompt] if first_prompts(config) else []
@@ -259,7 +261,8 @@ def test_the_rate_of_an_adapter_is_that_of_its_policy_and_its_checkpoints_are_as
     adapter = TrainedAdapter(Adapter(2, 4.0, ("q_proj",)), {"a": (2, 1000), "b": (3000, 2)}, None)
     config = RunConfig.model_validate({"policy": {"model": "/m", "dtype": "float32"}, "train": {"lora": {}}})
     found = derive(config, 8_000_000_000, adapter=adapter)
-    rate, every = found["train.learning_rate"], found["train.checkpoint_every"]
+    rate = found["train.learning_rate"]
+    every = found["train.checkpoint_every"]
     assert rate.value == pytest.approx(10 * rate_for(8_000_000_000))
     assert rate.reason.startswith("10 times that of training all weights (8,000,000,000 parameters, 2e-5 x ")
     assert every == (1, "8,000 parameters that are trained of 12 bytes in a checkpoint")

@@ -30,7 +30,8 @@ from tests.bench.training.pictures import loaded, seeing_policy
 ENGINE = {"max_running": 64, "context_length": 100}
 CACHE = 2 * 64 * 1 * 100 * 32 * 4
 """Keys and values of one layer with one head of 32, in float32."""
-ROLLOUT, TRAIN = frozenset({"rollout"}), frozenset({"train"})
+ROLLOUT = frozenset({"rollout"})
+TRAIN = frozenset({"train"})
 
 
 def check(config: RunConfig, workers: list[Worker]) -> None:
@@ -113,7 +114,8 @@ def kept_bytes(model: str, rows: int, dtype: torch.dtype, shared: int = 0) -> in
     random = np.random.default_rng(0)
     ids = random.integers(5, 90, (rows, length)).astype(np.int32)
     ids[:, :shared] = random.integers(5, 90, shared)
-    versions, is_trained = np.zeros(length, np.int32), np.arange(length) >= shared + 50
+    versions = np.zeros(length, np.int32)
+    is_trained = np.arange(length) >= shared + 50
     [microbatch] = pack(
         [Row(own, is_trained, nothing, nothing, versions, sampling, nothing + 1, "g", "s") for own in ids],
         Packing(shared + 100 * rows),

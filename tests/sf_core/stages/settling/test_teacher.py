@@ -65,7 +65,8 @@ def test_the_same_tokens_are_taught_by_a_folder_a_version_and_a_server(
 
 
 def test_a_policy_that_sees_is_taught_by_one_that_sees(tmp_path: Path, small_policy: str) -> None:
-    sees, engine = seeing_policy(str(tmp_path / "sees")), {"kind": "vllm"}
+    sees = seeing_policy(str(tmp_path / "sees"))
+    engine = {"kind": "vllm"}
     for policy in ({"sees": True}, {"model": sees}):
         # only a worker may have vLLM
         check_tokens(configured({"model": sees}, policy, engine=engine), policy.get("model"), False)
@@ -157,7 +158,8 @@ def test_each_rank_holds_its_part_of_the_teacher_and_of_the_reference(
     small_policy: str, policy_copy: Path, workers: int
 ) -> None:
     rewrite(policy_copy, dtype="bfloat16")
-    policy, parameters = {"model": small_policy, "dtype": "float32"}, count_parameters(small_policy)
+    policy = {"model": small_policy, "dtype": "float32"}
+    parameters = count_parameters(small_policy)
     shared = {"workers": workers}
     plain = PolicySizes.of(RunConfig.model_validate({"policy": policy, "train": shared}))
     assert plain is not None and plain.frozen == 0

@@ -18,7 +18,8 @@ from tests.bench.training.gang import Member, Try
 from tests.bench.training.policies import gpt2, llama, qwen, qwen2
 from tests.sf_core.training.model_contract import FullModelTests, Setup, train_on
 
-CUT_LAYERS, CUT_PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+CUT_LAYERS = {"tensor_parallel": 2}
+CUT_PIPELINE = {"pipeline_parallel": 2}
 
 
 @pytest.fixture(params=[lambda: qwen(vocab_size=65), qwen2, llama], ids=["qwen", "qwen2", "llama"])
@@ -58,10 +59,8 @@ class TestContract(MegatronTests):
         of_torch = str(self.tmp_path / "of-torch")
         wanted = self.on(2, partial(train_on, torch_setup, batches, of_torch, 2))
         for number, (size, cut) in enumerate(self.layouts):
-            setup, of_megatron = (
-                self.setup(policy, **train, **cut),
-                str(self.tmp_path / f"of-megatron-{number}"),
-            )
+            setup = self.setup(policy, **train, **cut)
+            of_megatron = str(self.tmp_path / f"of-megatron-{number}")
             straight = self.on(size, partial(train_on, setup, batches, of_megatron, 2))
             for found, stored in (
                 (self.on(size, partial(train_on, setup, batches, of_torch, None)), wanted),
@@ -90,7 +89,8 @@ def test_ranks_listen_on_the_address_of_their_worker_and_nowhere_else(tmp_path: 
     hosts = [one.address for one in known if one.family == socket.AF_INET and one.address[:4] != "127."]
     if not hosts:
         pytest.skip("this machine has no address but loopback")
-    folder, members = saved(llama, tmp_path), [Member("t0"), Member("t1")]
+    folder = saved(llama, tmp_path)
+    members = [Member("t0"), Member("t1")]
     one = Try(str(tmp_path), ("t0", "t1"), host=hosts[0])
     for member in members:
         member.sit(one, partial(listening, folder))

@@ -19,7 +19,8 @@ from tests.bench.training.batches import make_batch
 from tests.closeness import FORWARD, assert_rounded
 from tests.sf_core.training.packing.batches import batches
 
-HEADS, HEAD_DIM = 4, 8
+HEADS = 4
+HEAD_DIM = 8
 Rows = list[tuple[list[int], list[bool]]]
 
 

@@ -42,7 +42,8 @@ def test_a_trained_token_of_which_it_is_not_known_how_it_was_sampled_is_refused(
     column: str, value: float | None, lacks: str
 ) -> None:
     batch = make_batch([([1, 2], [False, True])])
-    index, kind = batch.schema.get_field_index(column), batch.schema.field(column).type
+    index = batch.schema.get_field_index(column)
+    kind = batch.schema.field(column).type
     with pytest.raises(ValueError, match=f"trains a token without a {lacks}"):
         read_rows(batch.set_column(index, column, pa.array([[None, value]], kind)))
 

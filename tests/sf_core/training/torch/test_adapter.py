@@ -101,7 +101,8 @@ def test_steps_change_every_factor_and_no_bit_of_the_base(
 ) -> None:
     trainer = make_trainer(save_with_adapter(make, str(tmp_path)), dtype)
     assert isinstance(trainer.model, TorchModel)
-    before, factors = list_frozen(trainer.model), masters_of(trainer)
+    before = list_frozen(trainer.model)
+    factors = masters_of(trainer)
     copies = {name: tensor.clone() for name, tensor in before.items()}
     for batch in BATCHES:
         trainer.step(batch)
@@ -232,7 +233,8 @@ def test_at_the_start_the_divergence_from_the_reference_is_zero(
 def test_another_version_stands_in_with_its_log_probs_and_the_factors_come_back_bit_for_bit(
     tmp_path: Path, make: Any, dtype: DtypeName
 ) -> None:
-    folder, other = save_with_adapter(make, str(tmp_path / "policy")), str(tmp_path / "other")
+    folder = save_with_adapter(make, str(tmp_path / "policy"))
+    other = str(tmp_path / "other")
     draw_adapter(f"{other}/adapter", folder, seed=1, dtype=dtype)
     model = make_trainer(folder, dtype).model
     assert isinstance(model, TorchModel)
@@ -248,7 +250,8 @@ def test_another_version_stands_in_with_its_log_probs_and_the_factors_come_back_
         of.forward([microbatch], note)
         return found[0]
 
-    own, masters = score(model), {name: one.clone() for name, (_, one) in model.slices([MASTER]).items()}
+    own = score(model)
+    masters = {name: one.clone() for name, (_, one) in model.slices([MASTER]).items()}
     with pytest.raises(InterruptedError), model.standing_in(load_weights(f"{other}/adapter")):
         stood_in = score(model)
         raise InterruptedError
@@ -269,9 +272,12 @@ def test_a_checkpoint_that_is_being_stored_has_the_policy_and_not_its_reference(
     folder = save_with_adapter(qwen, str(tmp_path / "policy"))
     trainer = make_trainer(folder, **settings)
     trainer.step(BATCHES[0])
-    masters, may_write = masters_of(trainer), threading.Event()
+    masters = masters_of(trainer)
+    may_write = threading.Event()
     checkpoint = str(tmp_path / "checkpoint")
-    wait, write, stand_in = trainer.await_checkpoint, files.HashedFile.write, TorchModel.standing_in
+    wait = trainer.await_checkpoint
+    write = files.HashedFile.write
+    stand_in = TorchModel.standing_in
 
     def wait_in_the_step() -> None:
         may_write.set()

@@ -45,7 +45,8 @@ def rebuilt(uri: str, ranks: Ranks) -> ModelTrainer:
 
 
 def holds(trainer: ModelTrainer, run: RunDirectory) -> bool:
-    stored, weights = load_weights(run.weights_dir(3)), trainer.weights()
+    stored = load_weights(run.weights_dir(3))
+    weights = trainer.weights()
     return all(torch.equal(stored[name], weights[name]) for name in stored)
 
 
@@ -138,11 +139,9 @@ def test_other_ranks_go_on_from_what_some_have_stored(
 def test_a_checkpoint_is_of_the_version_that_was_held_when_it_was_begun(
     copied_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, may_write, write = (
-        rebuilt(copied_run.uri, SingleRank()),
-        threading.Event(),
-        files.HashedFile.write,
-    )
+    trainer = rebuilt(copied_run.uri, SingleRank())
+    may_write = threading.Event()
+    write = files.HashedFile.write
     wait = trainer.await_checkpoint
 
     def wait_in_the_step() -> None:

@@ -72,7 +72,12 @@ def test_it_has_the_dtype_of_its_folder_and_every_weight_once(tmp_path: Path, dt
 class Nothing:
     """A model that counts how often it rests and wakes."""
 
-    num_shares, share, measures, reads_tries, rests, wakes = 1, 0, True, True, 0, 0
+    num_shares = 1
+    share = 0
+    measures = True
+    reads_tries = True
+    rests = 0
+    wakes = 0
 
     def forward(self, microbatches: Any, loss: Any) -> None:
         raise NotImplementedError
@@ -164,7 +169,8 @@ def step(backend: TorchBackend, run: OpenRun, version: int) -> tuple[dict[str, f
 def test_a_version_of_another_run_teaches_and_is_loaded_once(
     trained_run: RunDirectory, taught: Callable[..., OpenRun], divergence: str
 ) -> None:
-    name, backend = f"{trained_run.uri}@3", CountingBackend()
+    name = f"{trained_run.uri}@3"
+    backend = CountingBackend()
     run = taught(advantage="none", teacher={"model": name, "divergence": divergence})
     for version in range(3):
         metrics, digest = step(backend, run, version)
@@ -174,7 +180,8 @@ def test_a_version_of_another_run_teaches_and_is_loaded_once(
 
 
 def test_version_0_is_the_teacher_and_the_reference_at_once(taught: Callable[..., OpenRun]) -> None:
-    backend, kl = CountingBackend(), {"coefficient": 0.1}
+    backend = CountingBackend()
+    kl = {"coefficient": 0.1}
     run = taught(teacher={"weights": "start"}, loss={"kl": kl})
     metrics, digest = step(backend, run, 0)
     assert metrics["teacher_kl"] == metrics["kl_reference"] == 0 and digest == ""
@@ -243,7 +250,8 @@ class OtherRanks(SingleRank):
 def test_what_another_rank_finds_ends_the_step_on_all(
     trained_run: RunDirectory, taught: Callable[..., OpenRun], other: tuple[str, str], sentence: str
 ) -> None:
-    run, backend = taught(advantage="none", teacher={"model": trained_run.start_dir}), CountingBackend()
+    run = taught(advantage="none", teacher={"model": trained_run.start_dir})
+    backend = CountingBackend()
     trainer = backend.rebuild_trainer(run, 0, OtherRanks(other), "cpu")
     with pytest.raises(ValueError, match=sentence):
         trainer.step(BATCHES[0])

@@ -43,7 +43,8 @@ def attempt(directory: RunDirectory, number: int) -> OpenRun:
 
 
 def holds(trainer: ModelTrainer, directory: RunDirectory, version: int) -> bool:
-    stored, weights = load_weights(directory.weights_dir(version)), trainer.weights()
+    stored = load_weights(directory.weights_dir(version))
+    weights = trainer.weights()
     return all(torch.equal(stored[name], weights[name]) for name in stored)
 
 
@@ -79,7 +80,8 @@ def test_the_trainer_before_is_gone_when_another_is_made(
     with backend.trainer_at(run, 2, SingleRank()) as trainer:
         left = weakref.ref(trainer)
     gc.collect()  # else those of other tests may go meanwhile
-    before, when_it_went = num_trainers(), []
+    before = num_trainers()
+    when_it_went = []
     weakref.finalize(trainer, lambda: when_it_went.append(num_trainers()))
     del trainer
     with backend.trainer_at(run, 1, SingleRank()):

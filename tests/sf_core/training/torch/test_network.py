@@ -27,7 +27,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def test_logits_and_gradients_are_those_of_every_row_by_itself(policy_folder: str) -> None:
-    network, reference = Network(policy_folder), AutoModelForCausalLM.from_pretrained(policy_folder).eval()
+    network = Network(policy_folder)
+    reference = AutoModelForCausalLM.from_pretrained(policy_folder).eval()
     rows = read_rows(make_batch(grouped_rows(num_groups=3, group_size=4)))
     for microbatch in pack(rows, Packing(120)):
         logits = network.logits(microbatch)
@@ -37,7 +38,8 @@ def test_logits_and_gradients_are_those_of_every_row_by_itself(policy_folder: st
         trained = torch.tensor(row.loss_mask).nonzero().squeeze(1)
         alone = reference(ids.unsqueeze(0)).logits[0, trained - 1]
         torch.nn.functional.cross_entropy(alone, ids[trained], reduction="sum").backward()
-    found, expected = gradients(network.model), gradients(reference)
+    found = gradients(network.model)
+    expected = gradients(reference)
     assert_gradients(found, {name: expected[name] for name in found})
 
 
@@ -48,7 +50,8 @@ def test_scores_and_their_gradients_are_those_of_the_logits(
     monkeypatch.setattr(scoring, "CHUNK_BYTES", rows_at_a_time * 4 * COMMON["vocab_size"])
     batch = make_batch(grouped_rows(num_groups=3, group_size=4), sampling=(0.7, 1.0, 0))
     (microbatch,) = pack(read_rows(batch), Packing(1 << 20))
-    network, reference = Network(policy_folder), Network(policy_folder)
+    network = Network(policy_folder)
+    reference = Network(policy_folder)
     logprobs, entropies = network.scores(microbatch)
     everything = (reference.logits(microbatch) / 0.7).log_softmax(-1)
     expected = everything.gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)

@@ -54,7 +54,9 @@ def stored(run: RunDirectory, version: int) -> TensorBytes:
 
 def leads(run: RunDirectory, version: int) -> bool:
     """Whether the delta makes this version of the one before."""
-    delta, copy, new = load_delta(folder(run, version)), stored(run, version - 1), stored(run, version)
+    delta = load_delta(folder(run, version))
+    copy = stored(run, version - 1)
+    new = stored(run, version)
     assert delta is not None
     delta.apply(copy, copy.digest(), new.header.metadata[DIGEST])
     return copy.data == new.data
@@ -63,7 +65,8 @@ def leads(run: RunDirectory, version: int) -> bool:
 def test_versions_are_published_in_their_dtype_and_training_goes_on_in_float32(
     started_run: RunDirectory,
 ) -> None:
-    rounded, exact = make_trainer(started_run), make_trainer(started_run, "float32")
+    rounded = make_trainer(started_run)
+    exact = make_trainer(started_run, "float32")
     for trainer in (exact, rounded):
         assert publish(started_run, trainer)[0] == "model.safetensors"
         publish(started_run, trainer)

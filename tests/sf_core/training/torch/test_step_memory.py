@@ -65,7 +65,8 @@ def step(model: TorchModel) -> Phases:
         in_losses.clear()
         memory.peak = before = memory.held
         model.forward_backward(microbatches, loss)
-        peak, given = memory.peak, memory.held
+        peak = memory.peak
+        given = memory.held
         memory.peak = memory.held
         model.update(SETTINGS)
         return Phases(before, in_losses[0], in_losses[1], peak, given, memory.peak)
@@ -103,7 +104,8 @@ def test_bytes_of_a_step_of_all_weights_are_those_that_the_plan_says(
     tmp_path: Path, dtype: Any, held_bytes: float, is_tied: bool
 ) -> None:
     folder = save_model(tmp_path, is_tied=is_tied)
-    sizes, phases = sizes_of(folder, dtype), step(TorchModel(folder, SingleRank(), dtype=dtype))
+    sizes = sizes_of(folder, dtype)
+    phases = step(TorchModel(folder, SingleRank(), dtype=dtype))
     number = sizes.parameters
     assert phases.before / number == pytest.approx(12, rel=WITHIN)
     assert phases.held / number == pytest.approx(12 + held_bytes, rel=WITHIN)
@@ -123,9 +125,11 @@ def test_bytes_of_a_step_of_an_adapter_are_those_that_the_plan_says(
     folder = save_model(tmp_path, is_tied=is_tied)
     draw_adapter(adapter_of(folder), folder, rank=RANK)
     model = TorchModel(folder, SingleRank(), dtype=dtype, adapter=adapter_of(folder))
-    sizes, phases = sizes_of(folder, dtype, lora={"rank": RANK}), step(model)
+    sizes = sizes_of(folder, dtype, lora={"rank": RANK})
+    phases = step(model)
     assert sizes.adapter is not None
-    factors, frozen = sizes.adapter.parameters, itemsize * sizes.parameters
+    factors = sizes.adapter.parameters
+    frozen = itemsize * sizes.parameters
     assert phases.before == pytest.approx(12 * factors + frozen, rel=WITHIN)
     assert phases.given == pytest.approx(sizes.rank, rel=WITHIN)
     # the factors are rounded and fused once for each pass

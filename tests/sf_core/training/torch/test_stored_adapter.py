@@ -48,7 +48,8 @@ BATCHES = [make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, seed=seed)
 def test_peft_loads_what_is_published_and_computes_what_the_trainer_does(
     tmp_path: Path, make: Any, dtype: DtypeName
 ) -> None:
-    folder, published = save_with_adapter(make, str(tmp_path / "policy")), str(tmp_path / "v1")
+    folder = save_with_adapter(make, str(tmp_path / "policy"))
+    published = str(tmp_path / "v1")
     trainer = make_trainer(folder, dtype)
     trainer.step(BATCHES[0])
     refs = trainer.save_weights(published, adapter_of(folder))
@@ -90,7 +91,8 @@ def test_a_checkpoint_has_factors_alone_and_names_their_base(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_for_another_base_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    folder, checkpoint = save_with_adapter(qwen, str(tmp_path / "policy")), str(tmp_path / "checkpoint")
+    folder = save_with_adapter(qwen, str(tmp_path / "policy"))
+    checkpoint = str(tmp_path / "checkpoint")
     trainer = make_trainer(folder)
     trainer.step(BATCHES[0])
     trainer.save_checkpoint(checkpoint)

@@ -49,7 +49,8 @@ def drawn(seed: int = 0, *, teaches: bool = False) -> pa.Table:
     if not teaches:
         columns["advantages"] = [[0.0] * len(ids) for ids, _ in rows]
     for name, values in columns.items():
-        index, kind = batch.schema.get_field_index(name), batch.schema.field(name).type
+        index = batch.schema.get_field_index(name)
+        kind = batch.schema.field(name).type
         batch = batch.set_column(index, name, pa.array(values, kind))
     return batch
 
@@ -131,12 +132,16 @@ def expected(policy: str, teacher: str, said: dict[str, Any], batch: pa.Table) -
     student, other = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (policy, teacher))
     settings = TrainConfig.model_validate({"teacher": {"model": teacher, **said}}).teacher
     assert settings is not None
-    losses, sizes, measured = [], [], []
+    losses = []
+    sizes = []
+    measured = []
     for row in read_rows(batch):
-        ids, (trained,) = torch.tensor(row.token_ids).long(), np.nonzero(row.loss_mask)
+        ids = torch.tensor(row.token_ids).long()
+        (trained,) = np.nonzero(row.loss_mask)
         logits = [model(ids.unsqueeze(0)).logits[0, trained - 1] / TEMPERATURE for model in (student, other)]
         weights = torch.tensor(row.weights[trained])
-        p, q = logits[0].log_softmax(1), logits[1][:, : logits[0].shape[1]].detach().log_softmax(1)
+        p = logits[0].log_softmax(1)
+        q = logits[1][:, : logits[0].shape[1]].detach().log_softmax(1)
         if settings.divergence == "sampled":
             chosen, its = (one.log_softmax(1).gather(1, ids[trained, None])[:, 0] for one in logits)
             gains = (its - chosen).detach().numpy()
@@ -261,10 +266,12 @@ def test_what_a_teacher_at_a_url_said_is_stored_with_the_batch(folders: dict[str
     """Numbers that a model would give teach as the model does."""
     said = SAID["sampled"]
     model = make_trainer(folders["lean"], folders["teacher"], said, SingleRank())
-    batch, teacher = drawn(), AutoModelForCausalLM.from_pretrained(folders["teacher"]).eval()
+    batch = drawn()
+    teacher = AutoModelForCausalLM.from_pretrained(folders["teacher"]).eval()
     logprobs = []
     for row in read_rows(batch):
-        ids, (trained,) = torch.tensor(row.token_ids).long(), np.nonzero(row.loss_mask)
+        ids = torch.tensor(row.token_ids).long()
+        (trained,) = np.nonzero(row.loss_mask)
         logits = teacher(ids.unsqueeze(0)).logits[0, trained - 1].detach() / TEMPERATURE
         values = np.zeros(len(ids), np.float32)
         values[trained] = logits.log_softmax(1).gather(1, ids[trained, None])[:, 0]
@@ -294,7 +301,8 @@ def test_what_a_teacher_at_a_url_said_is_stored_with_the_batch(folders: dict[str
 def test_what_an_attempt_left_to_its_train_step_is_made_by_the_next(folders: dict[str, str]) -> None:
     """A batch is stored without advantages for a sampled divergence; then the settings name another."""
     batch = drawn(teaches=True)
-    place, kind = batch.schema.get_field_index("advantages"), batch.schema.field("advantages").type
+    place = batch.schema.get_field_index("advantages")
+    kind = batch.schema.field("advantages").type
     batch = batch.set_column(place, "advantages", pa.nulls(len(batch), kind))
     for said in SAID["sampled"], SAID["reverse"]:
         trainer = make_trainer(folders["lean"], folders["teacher"], said, SingleRank(), advantage="group")

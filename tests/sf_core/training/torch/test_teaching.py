@@ -120,7 +120,8 @@ def gradients(
 
 def scores(model: Any, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of the trained tokens of a row."""
-    ids, (trained,) = torch.from_numpy(row.token_ids.copy()).long(), np.nonzero(row.loss_mask)
+    ids = torch.from_numpy(row.token_ids.copy()).long()
+    (trained,) = np.nonzero(row.loss_mask)
     logprobs = (model(ids.unsqueeze(0)).logits[0, trained - 1] / TEMPERATURE).log_softmax(-1)
     return logprobs.gather(1, ids[trained].unsqueeze(1)).squeeze(1), -(logprobs.exp() * logprobs).sum(1)
 
@@ -136,7 +137,8 @@ def expected_gradient(policy: str, reference: str, loss: LossConfig) -> dict[str
     formula = loss.policy.fit(log_ratios.double().numpy(), torch.cat(advantages).double().numpy())
     parts: dict[str, list[tuple[torch.Tensor, float]]] = {}
     for (row, new, entropy, ref), old, advantage in zip(every, behaviour, advantages, strict=True):
-        start, weights = new.detach(), torch.from_numpy(row.weights[row.loss_mask])
+        start = new.detach()
+        weights = torch.from_numpy(row.weights[row.loss_mask])
         ratio_to = start if loss.ratio_to == "step_start" else old
         of_tokens = formula(Tokens(new, ratio_to, advantage, torch.zeros(len(new), dtype=torch.long), 1))
         if (correction := loss.correction) is not None:
@@ -354,7 +356,8 @@ def test_with_values_of_zero_the_advantage_of_every_token_is_the_reward(
         [reward] * len(ids)
         for reward, ids in zip(batch["reward"].to_pylist(), batch["token_ids"].to_pylist(), strict=True)
     ]
-    index, kind = batch.schema.get_field_index("advantages"), batch.schema.field("advantages").type
+    index = batch.schema.get_field_index("advantages")
+    kind = batch.schema.field("advantages").type
     given = batch.set_column(index, "advantages", pa.array(advantages, kind))
     weights = batch.schema.get_field_index("weights")
     given = given.set_column(weights, "weights", pa.nulls(len(batch), kind))

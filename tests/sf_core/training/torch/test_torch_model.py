@@ -30,7 +30,8 @@ class TestContract(FullModelTests):
 @given(st.lists(st.floats(width=32), min_size=1, max_size=64), st.sampled_from(["bfloat16", "float32"]))
 def test_spread_weights_are_other_numbers_that_round_to_the_same(values: list[float], kind: str) -> None:
     weights = torch.tensor(values).to(getattr(torch, kind)).float()
-    before, rounded = weights.clone(), weights.bfloat16()
+    before = weights.clone()
+    rounded = weights.bfloat16()
     spread([weights])
     torch.testing.assert_close(weights.bfloat16(), rounded, rtol=0, atol=0, equal_nan=True)
     inexact = before != rounded.float()

@@ -46,9 +46,11 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(two_layer_policy: str, t
     resumed.load_checkpoint(str(tmp_path / "checkpoint"))
     assert resumed.version == 2
     for _ in range(2):
-        first, second = straight.step(BATCH), resumed.step(BATCH)
+        first = straight.step(BATCH)
+        second = resumed.step(BATCH)
         assert first["loss"] == second["loss"] and first["grad_norm"] == second["grad_norm"]
-    expected, weights = straight.weights(), resumed.weights()
+    expected = straight.weights()
+    weights = resumed.weights()
     assert all(torch.equal(expected[name], weights[name]) for name in expected)
 
 
@@ -56,11 +58,9 @@ def test_settings_that_changed_count_in_the_next_step_with_and_without_a_checkpo
     two_layer_policy: str, tmp_path: Path
 ) -> None:
     changes = {"learning_rate": 2e-3, "betas": (0.5, 0.6), "weight_decay": 0.1}
-    straight, resumed, unchanged = (
-        make_trainer(two_layer_policy),
-        make_trainer(two_layer_policy, **changes),
-        make_trainer(two_layer_policy),
-    )
+    straight = make_trainer(two_layer_policy)
+    resumed = make_trainer(two_layer_policy, **changes)
+    unchanged = make_trainer(two_layer_policy)
     straight.step(BATCH)
     straight.save_checkpoint(str(tmp_path / "checkpoint"))
     straight.await_checkpoint()
@@ -84,7 +84,8 @@ def test_a_step_done_again_is_equal_bit_for_bit(two_layer_policy: str) -> None:
 
 
 def test_a_step_that_diverges_is_refused_and_says_what_to_change(two_layer_policy: str) -> None:
-    index, kind = BATCH.schema.get_field_index("advantages"), BATCH.schema.field("advantages").type
+    index = BATCH.schema.get_field_index("advantages")
+    kind = BATCH.schema.field("advantages").type
     advantages = pa.array([[math.inf] * len(ids) for ids in BATCH["token_ids"].to_pylist()], kind)
     with pytest.raises(ValueError, match="on the way to version 1: the gradient is not finite"):
         make_trainer(two_layer_policy).step(BATCH.set_column(index, "advantages", advantages))
@@ -163,7 +164,8 @@ def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(
     drawn = make_batch(grouped_rows(num_groups=4, group_size=4), group_size=4, sampling=sampling)
     rows = read_rows(drawn)
     (microbatch,) = pack(rows, Packing(1 << 20))
-    logits, how = Network(two_layer_policy).logits(microbatch), microbatch.sampling
+    logits = Network(two_layer_policy).logits(microbatch)
+    how = microbatch.sampling
     scores, _ = score(logits, None, microbatch.targets, how["temperature"], how["top_p"], how["top_k"])
     recorded = scores.tolist()
     in_packed_order = sorted(range(len(rows)), key=lambda i: rows[i].token_ids.tolist())
@@ -211,16 +213,16 @@ def test_the_gradient_is_that_of_the_weighted_mean_over_all_trained_tokens(two_l
     for name, values in {"logprobs": logprobs, "weights": weighed}.items():
         kind = batch.schema.field(name).type
         batch = batch.set_column(batch.schema.get_field_index(name), name, pa.array(values, kind))
-    losses, weights = [], []
+    losses = []
+    weights = []
     model = AutoModelForCausalLM.from_pretrained(two_layer_policy).eval()
     for row in read_rows(batch):
-        ids, (trained,) = torch.from_numpy(row.token_ids).long(), np.nonzero(row.loss_mask)
+        ids = torch.from_numpy(row.token_ids).long()
+        (trained,) = np.nonzero(row.loss_mask)
         scores = (model(ids.unsqueeze(0)).logits[0, trained - 1] / 0.7).log_softmax(-1)
-        new, old, advantages = (
-            scores.gather(1, ids[trained].unsqueeze(1)).squeeze(1),
-            torch.from_numpy(row.logprobs[trained]),
-            torch.from_numpy(row.advantages[trained]),
-        )
+        new = scores.gather(1, ids[trained].unsqueeze(1)).squeeze(1)
+        old = torch.from_numpy(row.logprobs[trained])
+        advantages = torch.from_numpy(row.advantages[trained])
         of_row = torch.from_numpy(row.weights[trained])
         tokens = Tokens(new, old, advantages, torch.zeros(len(trained), dtype=torch.long), 1)
         losses.append(of_row * loss(tokens))
@@ -231,8 +233,10 @@ def test_the_gradient_is_that_of_the_weighted_mean_over_all_trained_tokens(two_l
 
 
 def test_microbatches_do_not_change_the_gradient(two_layer_policy: str) -> None:
-    whole, parts = make_trainer(two_layer_policy), make_trainer(two_layer_policy, tokens_per_microbatch=64)
-    expected, found = whole.step(BATCH), parts.step(BATCH)
+    whole = make_trainer(two_layer_policy)
+    parts = make_trainer(two_layer_policy, tokens_per_microbatch=64)
+    expected = whole.step(BATCH)
+    found = parts.step(BATCH)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
@@ -244,10 +248,12 @@ def test_rows_without_advantage_weigh_in_the_mean_and_the_metrics_and_have_no_gr
     trainer = make_trainer(two_layer_policy)
     found = trainer.step(batch)
     rows = read_rows(batch)
-    network, losses = Network(two_layer_policy), []
+    network = Network(two_layer_policy)
+    losses = []
     for microbatch in pack(rows, Packing(8192)):
         logprobs, _ = network.scores(microbatch)
-        old, advantages = microbatch.logprobs, microbatch.advantages
+        old = microbatch.logprobs
+        advantages = microbatch.advantages
         losses.append(Clip()(Tokens(logprobs, old, advantages, microbatch.row, len(microbatch.numbers))))
     loss = torch.cat(losses)
     loss.mean().backward()
@@ -275,7 +281,8 @@ def test_rows_that_do_not_train_have_no_effect_on_the_step(
     trains = [place % 8 not in (2, 3, 5) for place in range(len(batch))]
     decisions = pa.array(["train" if does else "not_extreme" for does in trains])
     place = batch.schema.get_field_index("decision")
-    whole, alone = make_trainer(two_layer_policy, **settings), make_trainer(two_layer_policy, **settings)
+    whole = make_trainer(two_layer_policy, **settings)
+    alone = make_trainer(two_layer_policy, **settings)
     found = whole.step(batch.set_column(place, "decision", decisions))
     expected = alone.step(batch.filter(pa.array(trains)))
     # rewards are those of all that was sampled; times differ
@@ -284,7 +291,8 @@ def test_rows_that_do_not_train_have_no_effect_on_the_step(
         name: value for name, value in expected.items() if name not in others
     }
     assert found["reward_mean"] == pytest.approx(np.mean(batch["reward"].to_numpy()))
-    weights, same = whole.weights(), alone.weights()
+    weights = whole.weights()
+    same = alone.weights()
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
@@ -292,11 +300,13 @@ def test_a_step_in_which_no_row_teaches_anything_is_the_same_after_a_checkpoint(
     two_layer_policy: str, tmp_path: Path
 ) -> None:
     nothing = make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, equal=16)
-    straight, resumed = make_trainer(two_layer_policy), make_trainer(two_layer_policy)
+    straight = make_trainer(two_layer_policy)
+    resumed = make_trainer(two_layer_policy)
     straight.step(BATCH)
     straight.save_checkpoint(str(tmp_path / "checkpoint"))
     straight.await_checkpoint()
     resumed.load_checkpoint(str(tmp_path / "checkpoint"))
     assert straight.step(nothing)["grad_norm"] == resumed.step(nothing)["grad_norm"] == 0.0
-    expected, weights = straight.weights(), resumed.weights()
+    expected = straight.weights()
+    weights = resumed.weights()
     assert all(torch.equal(expected[name], weights[name]) for name in expected)

@@ -43,7 +43,8 @@ def call(**arguments: Any) -> ToolCall:
 
 
 STOP = ToolCall("stop", {})
-BIG, LONG = read_json(str(2**70)), read_json("12345678901234567890123")
+BIG = read_json(str(2**70))
+LONG = read_json("12345678901234567890123")
 FORMS = ["hermes", "llama3_json", "qwen3_coder", "glm45", "mistral", "mistral_list", "mistral_named"]
 VALUES = {
     "an integer": {"num": 7},
@@ -79,7 +80,8 @@ def written(form: str, *calls: ToolCall) -> str:
 
 
 def of_all(form: str) -> list[Case]:
-    one, two = call(text="x"), call(num=2)
+    one = call(text="x")
+    two = call(num=2)
     both = written(form, one, two)
     cases = [
         Case(form, title, written(form, call(**values)), [call(**values)]) for title, values in VALUES.items()
@@ -107,8 +109,14 @@ def q(arguments: str = "", *, name: str = "find", end: bool = True, tag: bool = 
 
 
 X = call(text="Z")
-HERMES, LLAMA, QWEN, GLM, LIST, ARGS = FORMS[0], FORMS[1], FORMS[2], FORMS[3], "mistral_list", "mistral"
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+HERMES = FORMS[0]
+LLAMA = FORMS[1]
+QWEN = FORMS[2]
+GLM = FORMS[3]
+LIST = "mistral_list"
+ARGS = "mistral"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 J = '{"name": "find", "arguments": {"text": "Z"}}'
 P = '{"name": "find", "parameters": {"text": "Z"}}'
 A = "<parameter=text>\nZ\n</parameter>\n"

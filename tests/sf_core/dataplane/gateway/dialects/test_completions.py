@@ -37,7 +37,8 @@ def test_texts_and_token_ids_are_continued_as_they_are(served_plane: ServedPlane
 def test_several_prompts_and_samples_are_several_turns(served_plane: ServedPlane, renderer: Renderer) -> None:
     served_plane.register()
     served_plane.connect(lambda prompt, seed: say(renderer, f"{len(prompt)} {seed}"))
-    one, two = renderer.encode("the").tolist(), renderer.encode("the quick brown").tolist()
+    one = renderer.encode("the").tolist()
+    two = renderer.encode("the quick brown").tolist()
     answer = complete(served_plane, [one, two], n=2, seed=5)
     expected = [f"{len(one)} 5", f"{len(one)} 6", f"{len(two)} 5", f"{len(two)} 6"]
     assert [choice.text for choice in answer.choices] == expected

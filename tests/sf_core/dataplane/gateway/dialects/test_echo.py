@@ -52,7 +52,8 @@ def as_streamed(answer: Answer) -> list[Event]:
 
 @given(answers, st.booleans())
 def test_the_last_event_of_a_response_is_the_whole_response(answer: Answer, has_logprobs: bool) -> None:
-    session, events = Session("s"), as_streamed(answer)
+    session = Session("s")
+    events = as_streamed(answer)
     # the last token, the end of the turn, comes without text
     sampled = [TokenLogprob(str(i), b"%d" % i, -1.0 * i) for i in range(len(events) + 1)]
     answer = replace(answer, logprobs=sampled if has_logprobs else None)

@@ -62,7 +62,8 @@ def test_chat_has_reasoning_content(
             content = "".join(delta.content or "" for delta in deltas)
         else:
             message = agent.chat.completions.create(model="policy", messages=HI).choices[0].message
-            reasoning, content = message.reasoning_content, message.content
+            reasoning = message.reasoning_content
+            content = message.content
         assert (reasoning, content) == ("hm, so", "Yes.")
         answer: Any = {"role": "assistant", "content": content}
         answer |= {"reasoning_content": reasoning} if echoed else {}

@@ -156,7 +156,8 @@ def served_run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, rendere
 
 async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, int]]) -> Said:
     """Content of a stream in this dialect; each chunk comes with the number of event loop turns after it."""
-    session, dialect = Session("s"), find_dialect(path)
+    session = Session("s")
+    dialect = find_dialect(path)
     assert dialect is not None
     body = {"model": "policy", "stream": True, **BODIES[path], **more}
     [request] = dialect.parse(body, session)

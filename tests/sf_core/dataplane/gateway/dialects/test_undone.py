@@ -219,7 +219,8 @@ def test_the_chat_template_has_the_variables_of_a_request_and_others_of_them_are
         return renderer.decode(list(served_plane.asked[-1].prompt_ids))
 
     closed = {"chat_template_kwargs": {"enable_thinking": False}}
-    plain, without = prompt(), prompt(**closed)
+    plain = prompt()
+    without = prompt(**closed)
     assert without == plain + "<think>\n\n</think>" == prompt(**closed)
     assert prompt(chat_template_kwargs={"enable_thinking": True}) == plain
     prompts = served_plane.get(at)["prompts"]

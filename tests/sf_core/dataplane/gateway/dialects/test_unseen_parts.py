@@ -46,7 +46,9 @@ def media(mime: str, name: str = "inlineData") -> dict[str, Any]:
     return {name: {"mimeType": mime, "data": "AA=="}}
 
 
-CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 GOOGLE = "/v1/models/policy:generateContent"
 CASES = [
     (CHAT, chat([TEXT, {"type": "image_url", "image_url": {"url": "data:"}}]), ["image"]),
