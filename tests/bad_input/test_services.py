@@ -98,7 +98,7 @@ def test_sf_setup_server_refuses_a_server_that_nobody_answers(
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", f"http://me:secret@{nobody}/api")
     code, output = sf("setup-server")
-    told = f"PREFECT_API_URL names http://{nobody}/api, but {REFUSED}: start that Prefect server, or unset"
+    told = f"PREFECT_API_URL names http://{nobody}/api, but {REFUSED}: start that Prefect server, or correct"
     assert (code, output) == (2, f"error: {told} PREFECT_API_URL")
 
 

@@ -111,4 +111,5 @@ def test_a_server_that_does_not_answer_is_said(server: Server) -> None:
         command, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"no Prefect server answers at {api}" in done.stderr
+    assert f"PREFECT_API_URL names {api}, but nothing answers there" in done.stderr
+    assert done.stderr.endswith("start that Prefect server, or correct PREFECT_API_URL\n")

@@ -30,13 +30,14 @@ class Service(NamedTuple):
     named_by: str
     """The variable, setting or option with the address."""
 
-    def check(self) -> None:
-        """Raises ValueError, one sentence, if no service of this kind answers at the address."""
+    def check(self, *, is_needed: bool = False) -> None:
+        """Raises ValueError, one sentence, if no service of this kind answers at the address. `is_needed`:
+        the command cannot do without this service."""
         fault = _PROBES[self.kind](self.address)
         if fault is None:
             return
         remedy = f"start that {self.kind}, or correct {self.named_by}"
-        if self.named_by.isupper():
+        if self.named_by.isupper() and not is_needed:
             remedy = f"start that {self.kind}, or unset {self.named_by}"
         raise ValueError(f"{self.named_by} names {without_password(self.address)}, but {fault}: {remedy}")
 
@@ -60,7 +61,7 @@ def require_prefect() -> None:
         raise ValueError(
             "PREFECT_API_URL is not set: set it to the Prefect server, for example http://127.0.0.1:4200/api"
         )
-    Service(PREFECT, api, "PREFECT_API_URL").check()
+    Service(PREFECT, api, "PREFECT_API_URL").check(is_needed=True)
 
 
 def _services_of(config: RunConfig) -> Iterator[Service]:
