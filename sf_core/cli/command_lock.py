@@ -1,4 +1,5 @@
-"""Lock on the local folder of a run: one command at a time works there; a second one is told which it is."""
+"""Lock on the local folder of a run or a sweep: one command at a time works there. A second command is told
+which one it is."""
 
 from __future__ import annotations
 
@@ -14,15 +15,22 @@ class HeldError(ValueError):
 
 
 def hold(run: RunDirectory) -> FileLock:
-    """Lock the run's local folder, which exists, against other commands until the returned lock is closed or
-    this process ends. Raises HeldError. On a file system without locks it has no effect."""
+    """Lock the run's local folder, which exists. Raises HeldError."""
+    another = "to start a new run instead, add --set run_id=NAME"
+    return hold_folder(Path(run.local_dir), f"run {run.run_id}", another)
+
+
+def hold_folder(folder: Path, name: str, another: str) -> FileLock:
+    """Lock a folder, which exists, against other commands until the returned lock is closed or this process
+    ends. Raises HeldError, which names what is locked and ends with `another`, how to begin another one. On a
+    file system without locks it has no effect."""
     try:
-        lock = FileLock(Path(run.local_dir, "command.lock"))
+        lock = FileLock(folder / "command.lock")
     except locks.HeldError as error:
         holder = ", ".join(filter(None, ["another command", locks.describe(error.facts)]))
         raise HeldError(
-            f"run {run.run_id} is in use by {holder}: wait until that command ends, or stop that command "
-            "with Ctrl-C, and run this command again; to start a new run instead, add --set run_id=NAME"
+            f"{name} is in use by {holder}: wait until that command ends, or stop that command with Ctrl-C, "
+            f"and run this command again; {another}"
         ) from None
     lock.tell()
     return lock

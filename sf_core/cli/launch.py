@@ -20,8 +20,9 @@ from sf_core.cli.arguments.services import check_services
 from sf_core.cli.command_lock import HeldError, hold
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.cli.rehearsal.check import check_first_task
+from sf_core.cli.runnable import check_surroundings
 from sf_core.cli.serving.greedy import LONGEST_S, ask_greedily, has_greedy_answers
-from sf_core.cli.stack.local import local_stack, start_services
+from sf_core.cli.stack.local import local_stack, name_started, start_services
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig
@@ -44,18 +45,11 @@ from sf_core.stages.settling.first_tasks import check_held_out
 from sf_core.stages.settling.sizes import PolicySizes, bytes_of_two_workers, check_memory, explain_sizes
 from sf_core.stages.settling.stored_config import settle_config
 from sf_core.surroundings import (
-    CACHE_DIR,
-    PREFECT_HOME,
     STACK_FOLDER,
-    cache_dir,
-    check_open_files,
-    check_place,
     dataplane_url,
     prefect_api_url,
-    prefect_home,
-    vllm_python,
 )
-from sf_core.training.registry import check_installed, trainer_kind
+from sf_core.training.registry import trainer_kind
 from storage.errors import StorageError
 from storage.files import absolute, check_writable, open_read, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
@@ -117,7 +111,7 @@ def launch(
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.local_dir)
-    _check_surroundings(config)
+    check_surroundings(config)
     if rehearses:
         try:
             check_first_task(config, tell)
@@ -152,19 +146,6 @@ def launch(
         tell(evaluation.describe())
 
 
-def _check_surroundings(config: RunConfig) -> None:
-    """Raises OSError, one sentence, if the limits or folders of this machine do not allow the run."""
-    check_open_files()
-    if prefect_api_url() is None:
-        check_place(prefect_home(), *PREFECT_HOME)
-    if scheduler_of(config) is None:
-        if config.policy.model is None:
-            check_place(cache_dir(), *CACHE_DIR)
-        if config.engine.kind == "vllm" and config.engine.vllm.url is None:
-            vllm_python()
-        check_installed(config)
-
-
 def _run(
     flow: str,
     config: RunConfig,
@@ -178,9 +159,8 @@ def _run(
     """Start the services and the flow, and wait for its end. `ended` is closed after the stack has ended."""
     dataplane = config.dataplane.url or dataplane_url()
     with _progress(console, config.train.iterations) as progress:
-        given = {"Prefect": prefect_api_url(), "Dask": scheduler_of(config), "the data plane": dataplane}
-        if started := [name for name, address in given.items() if address is None]:
-            progress.note(f"starting {' and '.join(filter(None, [', '.join(started[:-1]), started[-1]]))}")
+        if started := name_started(prefect_api_url(), scheduler_of(config), dataplane):
+            progress.note(f"starting {started}")
         ready = start_services(
             stack,
             local,

@@ -1,4 +1,4 @@
-"""Checks of what a configuration names: its environment, Python references, command and model folder."""
+"""Checks before a run starts: what its configuration names, and the limits and folders of this machine."""
 
 from __future__ import annotations
 
@@ -33,3 +33,29 @@ def check_runnable(config: RunConfig) -> None:
     if workers_are_here:
         check_host(config.environment)
     check_start(config)
+
+
+def check_surroundings(config: RunConfig) -> None:
+    """Raises OSError, one sentence, if the limits or folders of this machine do not allow the run."""
+    from sf_core.scheduling.cluster import scheduler_of
+    from sf_core.surroundings import (
+        CACHE_DIR,
+        PREFECT_HOME,
+        cache_dir,
+        check_open_files,
+        check_place,
+        prefect_api_url,
+        prefect_home,
+        vllm_python,
+    )
+    from sf_core.training.registry import check_installed
+
+    check_open_files()
+    if prefect_api_url() is None:
+        check_place(prefect_home(), *PREFECT_HOME)
+    if scheduler_of(config) is None:
+        if config.policy.model is None:
+            check_place(cache_dir(), *CACHE_DIR)
+        if config.engine.kind == "vllm" and config.engine.vllm.url is None:
+            vllm_python()
+        check_installed(config)

@@ -55,9 +55,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether no request has arrived in part."""
         self._in_head = False
         self._num_fed = self._num_body = 0
-        """Bytes that have arrived last, and those of them that belong to a body."""
+        """Sizes, in bytes, of the piece of data that arrived last, and of its part that is a body."""
         self._num_other = 0
-        """Bytes of the request that belong to no body, since its beginning or the last piece of its body."""
+        """Number of bytes of headers since the request began, or since the last piece of its body."""
         self._refusal: ApiError | None = None
 
     # --- the connection

@@ -49,7 +49,7 @@ def read_workers(scheduler: str) -> list[Worker]:
 
 
 def select_own(workers: Iterable[Worker]) -> list[Worker]:
-    """Those that the runs of this process may use."""
+    """The workers that the runs of this process may use (SF_WORKERS)."""
     names = own_workers()
     return [worker for worker in workers if names is None or worker.name in names]
 

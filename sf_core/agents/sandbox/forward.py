@@ -122,7 +122,8 @@ class _Requests:
         self._path = path
         self._url = b""
         self._num_kept = 0
-        """Bytes since the beginning of the request or the last piece of its body, and a chunk at most."""
+        """Bytes received since the request began, or since the last piece of its body. It counts one
+        chunk too many at most."""
         self._parser = RequestParser(self)
 
     def read(self, data: bytes) -> None:

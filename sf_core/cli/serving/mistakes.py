@@ -66,7 +66,7 @@ class PhaseError(Exception):
 
 
 def name_phase(phase: Phase) -> str:
-    """Whose fault an error in this phase is."""
+    """The part of the run that an error in this phase comes from, in words."""
     return _PHASES[phase]
 
 

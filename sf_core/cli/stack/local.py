@@ -88,6 +88,13 @@ class Services:
         }
 
 
+def name_started(api: str | None, scheduler: str | None, dataplane: str | None) -> str:
+    """The services that `start_services` starts, in words; empty if all have an address."""
+    addresses = {"Prefect": api, "Dask": scheduler, "the data plane": dataplane}
+    names = [name for name, address in addresses.items() if address is None]
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
 def start_services(
     stack: Supervisor,
     directory: Path,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sf_core.cli.command_lock import HeldError, hold_folder
 from sf_core.cli.live import LineProgress, NewLines
-from sf_core.cli.runnable import check_runnable
-from sf_core.cli.stack.local import Services, local_stack, start_services
+from sf_core.cli.runnable import check_runnable, check_surroundings
+from sf_core.cli.stack.local import Services, local_stack, name_started, start_services
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import StackError, Supervisor
 from sf_core.cli.sweeps.show import print_sweep
@@ -24,25 +25,16 @@ from sf_core.scheduling.plan import make_plan
 from sf_core.stages.settling.first_tasks import check_held_out
 from sf_core.stages.settling.sizes import PolicySizes, bytes_of_two_workers, check_memory
 from sf_core.surroundings import (
-    CACHE_DIR,
-    PREFECT_HOME,
-    cache_dir,
-    check_open_files,
-    check_place,
     count_gpus,
     dataplane_url,
     prefect_api_url,
-    prefect_home,
-    vllm_python,
 )
 from sf_core.sweeps.request import SweepRequest
 from sf_core.sweeps.results import count_states, describe_states, read_results, unfinished
 from sf_core.sweeps.shares import copy_workers
 from sf_core.sweeps.sweep import OpenSweep
-from sf_core.training.registry import check_installed, trainer_kind
-from storage import locks
+from sf_core.training.registry import trainer_kind
 from storage.errors import StorageError
-from storage.locks import FileLock
 from storage.run_directory import RunDirectory
 
 LOOK_S = 0.4
@@ -64,14 +56,15 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
     if not left:
         console.print(f"sweep {name}: all {num_runs} runs are finished", soft_wrap=True)
         return _print(opened, console)
-    check_open_files()
-    if prefect_api_url() is None:
-        check_place(prefect_home(), *PREFECT_HOME)
+    check_surroundings(opened.configs[0])
     takes = max(bytes_of_two_workers(PolicySizes.of(config)) for config in opened.configs)
     place = RunDirectory(opened.folder.uri)
     local = Path(place.local_dir)
     local.mkdir(parents=True, exist_ok=True)
-    lock = _hold(local, name)
+    try:
+        lock = hold_folder(local, f"sweep {name}", "to begin another sweep, add --name NAME")
+    except HeldError as error:
+        raise SweepError(str(error)) from None
     done = f", {num_runs - len(left)} of them finished" if len(left) < num_runs else ""
     console.print(f"sweep {name} in {opened.folder.uri}: {num_runs} runs{done}", soft_wrap=True)
     first = opened.configs[0]
@@ -102,25 +95,8 @@ def check_config(config: RunConfig) -> None:
     workers = find_workers(config, takes=bytes_of_two_workers(sizes))
     if scheduler_of(config) is None:
         make_plan(workers, config)
-        if config.policy.model is None:
-            check_place(cache_dir(), *CACHE_DIR)
-        if config.engine.kind == "vllm" and config.engine.vllm.url is None:
-            vllm_python()
-        check_installed(config)
+    check_surroundings(config)
     check_memory(sizes, workers)
-
-
-def _hold(local: Path, name: str) -> FileLock:
-    try:
-        lock = FileLock(local / "command.lock")
-    except locks.HeldError as error:
-        holder = ", ".join(filter(None, ["another command", locks.describe(error.facts)]))
-        raise SweepError(
-            f"sweep {name} is in use by {holder}: wait until that command ends, or stop that command with "
-            "Ctrl-C, and run this command again; to begin another sweep, add --name NAME"
-        ) from None
-    lock.tell()
-    return lock
 
 
 def _environment(configs: list[RunConfig]) -> dict[str, str]:
@@ -141,9 +117,8 @@ def _run(
     config = opened.configs[0]
     dataplane = config.dataplane.url or dataplane_url()
     progress = LineProgress(console)
-    given = {"Prefect": prefect_api_url(), "Dask": scheduler_of(config), "the data plane": dataplane}
-    if started := [name for name, address in given.items() if address is None]:
-        progress.note(f"starting {', '.join(started)}")
+    if started := name_started(prefect_api_url(), scheduler_of(config), dataplane):
+        progress.note(f"starting {started}")
     ready = start_services(
         stack,
         local,
