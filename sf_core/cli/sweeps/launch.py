@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sf_core.cli.arguments.services import check_services
 from sf_core.cli.command_lock import HeldError, hold_folder
 from sf_core.cli.live import LineProgress, NewLines
 from sf_core.cli.runnable import check_runnable, check_surroundings
@@ -56,7 +57,12 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
     if not left:
         console.print(f"sweep {name}: all {num_runs} runs are finished", soft_wrap=True)
         return _print(opened, console)
-    check_surroundings(opened.configs[0])
+    first = opened.configs[0]
+    try:
+        check_services(first)
+    except ValueError as error:
+        raise SweepError(str(error)) from None
+    check_surroundings(first)
     takes = max(bytes_of_two_workers(PolicySizes.of(config)) for config in opened.configs)
     place = RunDirectory(opened.folder.uri)
     local = Path(place.local_dir)
@@ -67,7 +73,6 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
         raise SweepError(str(error)) from None
     done = f", {num_runs - len(left)} of them finished" if len(left) < num_runs else ""
     console.print(f"sweep {name} in {opened.folder.uri}: {num_runs} runs{done}", soft_wrap=True)
-    first = opened.configs[0]
     with lock, ExitStack() as ended, local_stack(local / "logs", _environment(opened.configs)) as stack:
         if scheduler_of(first) is not None:
             stack.stop_s = FREED_S
