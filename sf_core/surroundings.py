@@ -117,11 +117,6 @@ def vllm_python() -> str:
     return python
 
 
-def vllm_key() -> str | None:
-    """Key of the server that `engine.vllm.url` names (SF_VLLM_KEY)."""
-    return os.environ.get("SF_VLLM_KEY") or None
-
-
 def teacher_key() -> str | None:
     """Key of the server that `train.teacher.url` names (SF_TEACHER_KEY)."""
     return os.environ.get("SF_TEACHER_KEY") or None

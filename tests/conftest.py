@@ -22,7 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 TOGETHER = {
     # they use one vLLM server
-    "vllm": tuple(f"sf_core/engines/vllm/test_{name}" for name in ("adopted", "contract", "teacher")),
+    "vllm": tuple(f"sf_core/engines/vllm/test_{name}" for name in ("contract", "kv", "teacher")),
     # they read one data set, which takes a while to generate
     "repositories": (
         "examples/repositories/test_generate",

@@ -56,6 +56,6 @@ def check_surroundings(config: RunConfig) -> None:
     if scheduler_of(config) is None:
         if config.policy.model is None:
             check_place(cache_dir(), *CACHE_DIR)
-        if config.engine.kind == "vllm" and config.engine.vllm.url is None:
+        if config.engine.kind == "vllm":
             vllm_python()
         check_installed(config)

@@ -22,6 +22,9 @@ class RemovedSetting(NamedTuple):
 
 
 REMOVED = {
+    "engine.vllm.url": RemovedSetting(
+        None, "delete it, because each rollout worker now starts its own vLLM server"
+    ),
     "cluster.elastic": RemovedSetting(
         {},
         "delete it, because a run now uses every connected worker tagged agent or reward all the time",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sf_core.config.addresses import FilePath, check_server_url, refuse_user
+from sf_core.config.addresses import FilePath, refuse_user
 from sf_core.config.contradictions import Sections, find_contradictions
 from sf_core.config.devices import EmulationConfig, find_device
 from sf_core.config.pipelines import PIPELINES, PipelineName
@@ -116,11 +116,6 @@ class EvaluateConfig(Settings):
 class VllmConfig(Settings):
     """Settings of the vLLM server, for `engine.kind: vllm`."""
 
-    url: Annotated[str, AfterValidator(check_server_url)] | None = None
-    """Address of a running vLLM server, for a run with one rollout worker. The server and the worker must
-    read the run's folder at the same path. Start the server with --enable-scale-out, --logprobs-mode
-    processed_logprobs and the environment variable VLLM_SERVER_DEV_MODE=1. On the worker, the environment
-    variable SF_VLLM_KEY contains the server's key. Empty: each rollout worker starts a server."""
     arguments: tuple[Annotated[str, Field(pattern=r"^--[\w.-]+(=.*)?$")], ...] = ()
     """Additional command-line arguments for the vLLM servers that workers start, for example
     --gpu-memory-utilization=0.6."""
@@ -131,8 +126,8 @@ class VllmConfig(Settings):
 
     @property
     def follows_grammars(self) -> bool:
-        """Whether answers can be held to a grammar: by servers that are started, unless they speculate."""
-        return self.url is None and not any(argument.startswith("--spec") for argument in self.arguments)
+        """Whether answers can be held to a grammar: not if the servers speculate."""
+        return not any(argument.startswith("--spec") for argument in self.arguments)
 
 
 class EngineConfig(Settings):

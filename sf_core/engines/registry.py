@@ -35,11 +35,11 @@ class EngineKind:
     limits: str | None = None
     """Reference to a `check_shape`, for an engine that cannot sample by every policy on this machine."""
 
-    def check_shape(self, shape: Mapping[str, Any], config: RunConfig) -> None:
+    def check_shape(self, shape: Mapping[str, Any]) -> None:
         """Raises ValueError, one sentence, if the engine cannot sample by a policy of this shape, which is
         named as in Hugging Face's config.json, on the devices of this machine."""
         if self.limits is not None:
-            load_object(self.limits)(shape, config)
+            load_object(self.limits)(shape)
 
 
 ENGINES = {

@@ -115,7 +115,7 @@ def local_workers(config: RunConfig, num_gpus: int, *, has_room: bool = True) ->
     takes = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
     share = [name for name, w in workers.items() if w.device is None and takes & {*w.tags}]
     is_apart = _keeps_engines_apart(config)
-    if num_gpus == 1 and share and is_apart and config.engine.vllm.url is None:
+    if num_gpus == 1 and share and is_apart:
         raise ValueError(
             "engine.kind vllm with train.lora needs two GPUs, but this machine has one GPU: leave "
             "engine.kind out, so that the built-in engine samples and trains on the same GPU"

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pydantic_core import to_json
+
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.yaml_file import override_config
 from sf_core.models.language import copy_version
@@ -189,10 +191,12 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
     config = override_config(stored, list(overrides), uri)
     version = RunView(run).progress().published if version is None else version
     # the same in a run directory that was moved
-    asked = config.model_dump_json(
-        include={"seed", "environment", "rollout", "evaluate", "engine", "emulation"}
+    asked = config.model_dump(
+        mode="json", include={"seed", "environment", "rollout", "evaluate", "engine", "emulation"}
     )
-    name = f"v{version:05d}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+    # evaluations that were stored while there was this setting are found by the same names
+    asked["engine"]["vllm"] = {"url": None} | asked["engine"]["vllm"]
+    name = f"v{version:05d}-{hashlib.sha256(to_json(asked)).hexdigest()[:8]}"
     # a folder tells by itself whether its policy sees
     found = {"model": run.version_dir(version), "warmstart": None, "sees": False}
     if config.train.lora is not None:

@@ -17,9 +17,11 @@ from sf_core.stages.settling.stored_config import read_stored_config
 from storage.run_directory import RunDirectory
 from tests.bench.runs import configure
 
-USED: dict[str, Any] = {"cluster.elastic": {"agent": {"max": 3}}}
+USED: dict[str, Any] = {"engine.vllm.url": "http://gpu-host:8000", "cluster.elastic": {"agent": {"max": 3}}}
 """A value with which each of them had an effect."""
 SENTENCES = {
+    "engine.vllm.url": "engine.vllm.url: this setting was removed; delete it, because each rollout worker "
+    "now starts its own vLLM server",
     "cluster.elastic": "cluster.elastic: this setting was removed; delete it, because a run now uses every "
     "connected worker tagged agent or reward all the time",
 }

@@ -15,14 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from sf_core.cli.replay import replay
 from sf_core.config import PolicyConfig, RunConfig
-from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import VllmServer, make_arguments
 from sf_core.models.builtin import make_policy
 from sf_core.surroundings import vllm_python
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import check_result, trajectories
-from tests.e2e.swapping_proxy import swapping_proxy
 from tests.patience import patience, wait_until
 
 SEES: dict[str, Any] = {
@@ -56,20 +53,12 @@ def is_healthy(url: str) -> bool:
     return httpx.get(f"{url}/health", timeout=30).status_code == 200
 
 
-def make_untied(folder: str) -> None:
-    """A policy with a head of its own, as adopted servers on the CPU reload no other, and with large weights,
-    so that pictures matter."""
+def make_large(folder: str) -> None:
+    """A policy with large weights, so that pictures matter."""
     make_policy(folder, PolicyConfig(sees=True, hidden_size=64, num_layers=1), seed=0)
-    weights = {
-        name: tensor * 3 if tensor.dim() > 1 else tensor
-        for name, tensor in load_file(f"{folder}/model.safetensors").items()
-    }
-    name = next(name for name in weights if name.endswith("embed_tokens.weight"))
-    save_file({**weights, "lm_head.weight": weights[name].clone()}, f"{folder}/model.safetensors")
-    config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-    config |= {"tie_word_embeddings": False}
-    config["text_config"] |= {"tie_word_embeddings": False}
-    Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = load_file(f"{folder}/model.safetensors")
+    large = {name: tensor * 3 if tensor.dim() > 1 else tensor for name, tensor in weights.items()}
+    save_file(large, f"{folder}/model.safetensors")
 
 
 def shown(config: RunConfig) -> list[dict[str, Any]]:
@@ -122,34 +111,17 @@ def test_a_run_whose_engine_is_shown_other_pictures_ends_at_the_first_batch(
 ) -> None:
     vllm_python()
     start = str(tmp_path / "policy")
-    make_untied(start)
-    policy = PolicyFolder(start, untied=True)
-    policy.take(start)
-    media = Path(cluster.folder, "runs", "swapped", "media")
-    media.mkdir(parents=True)
-    arguments = make_arguments(
-        dtype="float32",
-        context_length=1024,
-        max_running=8,
-        kv_bytes=policy.kv_bytes(8, 1024),
-        on_cpu=True,
-        adapter_rank=None,
-        media_dir=str(media),
-        more=[],
-    )
-    server = VllmServer(policy.path, arguments, on_cpu=True)
-    try:
-        with swapping_proxy(server.socket) as url:
-            wait_until(lambda: is_healthy(url), "vLLM", quiet_s=240)
-            engine = {"kind": "vllm", "script": None, "vllm": {"url": url}, "context_length": 1024}
-            parts = SEES | {"engine": engine, "policy": {"model": start, "dtype": "float32"}}
-            # the difference of fewer tokens says nothing
-            rollout = {"group_size": 8, "groups_per_batch": 8, "max_tokens": 8}
-            config = cluster.config("swapped", "async", **parts, rollout=rollout, train={"iterations": 3})
-            process = cluster.start(config)
-            assert process.wait(patience(240)) != 0
-    finally:
-        server.end()
+    make_large(start)
+    # what the server's processor makes of a picture is that of its negative
+    negative = {"image_mean": [0.5] * 3, "image_std": [-0.25] * 3}
+    arguments = [f"--mm-processor-kwargs={json.dumps(negative)}"]
+    engine = {"kind": "vllm", "script": None, "context_length": 1024, "vllm": {"arguments": arguments}}
+    parts = SEES | {"engine": engine, "policy": {"model": start, "dtype": "float32"}}
+    # the difference of fewer tokens says nothing
+    rollout = {"group_size": 8, "groups_per_batch": 8, "max_tokens": 8}
+    config = cluster.config("swapped", "async", **parts, rollout=rollout, train={"iterations": 3})
+    process = cluster.start(config)
+    assert process.wait(patience(240)) != 0
     told = cluster.log(config)
     assert "max_engine_difference" in told, told[-3000:]
     assert not is_committed(config, 1, "train")

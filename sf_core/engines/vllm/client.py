@@ -127,7 +127,9 @@ class VllmClient:
             return orjson.loads(answer)
         said = f"{path}: {status} {_read_message(answer)}"
         if status == 401:
-            raise self._explain_key("SF_TEACHER_KEY")
+            raise ValueError(
+                f"the server at {self._url} rejected the key: set SF_TEACHER_KEY to the server's API key"
+            )
         lasts = 400 <= status < 500 and status not in (408, 429)
         raise RequestRefusedError(said) if lasts else EngineLostError(f"vLLM: {said}")
 
@@ -166,10 +168,6 @@ class VllmClient:
         if status not in (200, 404):
             raise EngineLostError(f"vLLM answered {_UNLOAD_ADAPTER} with {status}: {_read_message(answer)}")
 
-    async def list_adapters(self) -> list[str]:
-        models = orjson.loads(await self._call("/v1/models", method="GET"))["data"]
-        return [model["id"] for model in models if model["parent"] is not None]
-
     async def name_weights(self, label: str) -> None:
         """Give the weights a name, which finished requests then carry."""
         await self._call("/update_weight_version", {"new_version": label})
@@ -192,33 +190,6 @@ class VllmClient:
 
     async def check_health(self) -> None:
         await self._call("/health", method="GET")
-
-    async def settings(self) -> dict[str, Any]:
-        """The server's configuration. Raises ValueError, one sentence, if an engine cannot be made of it."""
-        await self._find_route("GET", "/is_paused", "VLLM_SERVER_DEV_MODE=1 in its environment")
-        await self._find_route("POST", _GENERATE, "--enable-scale-out")
-        answer = await self._call("/server_info", method="GET", config_format="json")
-        return dict(orjson.loads(answer)["vllm_config"])
-
-    async def check_takes_adapters(self) -> None:
-        """Raises ValueError, one sentence, if no adapters can be loaded while the server runs."""
-        await self._find_route("POST", _LOAD_ADAPTER, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
-
-    async def _find_route(self, method: Literal["GET", "POST"], path: str, remedy: str) -> None:
-        # an empty body is refused for what it lacks, and so the route is there
-        expected = 400 if method == "POST" else 200
-        status, _ = await self._request(method, path, {} if method == "POST" else None)
-        if status == 401:
-            raise self._explain_key("SF_VLLM_KEY")
-        if status != expected:
-            raise ValueError(
-                f"the server at {self._url} answered {path} with {status}: it must be a vLLM server, "
-                f"started with {remedy}"
-            )
-
-    def _explain_key(self, variable: str) -> ValueError:
-        said = f"the server at {self._url} rejected the key"
-        return ValueError(f"{said}: set {variable} to the server's API key")
 
     async def _call(
         self, path: str, body: Any = None, *, method: str = "POST", timeout_s: float = _ANSWER_S, **query: str

@@ -11,20 +11,15 @@ import itertools
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import MOST_ADAPTERS, make_adapter_arguments
 from sf_core.models.adapter import AdapterVersions
 from sf_core.types import WeightsRef
 from storage.files import join, read_bytes
 from storage.scratch import scratch_folder
 from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME
-
-_NAMES = "policy."
-"""How the names of adapters begin."""
 
 
 class Delivery:
@@ -36,11 +31,6 @@ class Delivery:
     def fetch(self, weights: WeightsRef) -> str:
         """Have these weights, verified, in a folder of this host, which is returned. Called by one thread.
         Raises ValueError or OSError; the weights from before then stay."""
-        raise NotImplementedError
-
-    async def adopt(self, client: VllmClient, settings: dict[str, Any]) -> str | None:
-        """Take a server that somebody else started with these settings. Returns what is wrong with it, or
-        raises ValueError, if it cannot be given this policy."""
         raise NotImplementedError
 
     async def load(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
@@ -73,11 +63,6 @@ class WholeModels(Delivery):
         self._policy.take(self._weights.fetch(weights))
         return self._policy.path
 
-    async def adopt(self, client: VllmClient, settings: dict[str, Any]) -> str | None:
-        if settings["device_config"]["device"] == "cpu" and not self._policy.has_head:
-            return "computes on the CPU, where vLLM cannot reload a head that is tied to the embedding"
-        return None
-
     async def switch(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
         await client.reload(source)
 
@@ -89,9 +74,8 @@ class Adapters(Delivery):
     """Adapters of one shape. Each has a copy in a folder of its own that stays while the server may know it:
     vLLM ends if it looks for one whose folder is gone."""
 
-    def __init__(self, start_dir: str, policy: PolicyFolder | None) -> None:
-        """`policy`: the folder that a server is started from, which gets the base. None: a server that has
-        the base is adopted."""
+    def __init__(self, start_dir: str, policy: PolicyFolder) -> None:
+        """`policy`: the folder that a server is started from, which gets the base."""
         self._start_dir = start_dir
         self._policy = policy
         self._versions = AdapterVersions(join(start_dir, "adapter"))
@@ -111,7 +95,7 @@ class Adapters(Delivery):
         return self._versions.first.rank
 
     def fetch(self, weights: WeightsRef) -> str:
-        if self._policy is not None and self._base is None and not self._is_started:
+        if self._base is None and not self._is_started:
             self._base = HostWeights()
             self._policy.take(self._base.fetch(WeightsRef(0, self._start_dir)))
         for other in [other for other in self._folders if other != weights and other not in self._names]:
@@ -120,21 +104,11 @@ class Adapters(Delivery):
             self._folders[weights] = self._copy(weights.uri)
         return self._folders[weights]
 
-    async def adopt(self, client: VllmClient, settings: dict[str, Any]) -> str | None:
-        if fault := self._find_fault(settings["lora_config"]):
-            return f"{fault}: start it with {' '.join(make_adapter_arguments(self.rank))}"
-        await client.check_takes_adapters()
-        for name in await client.list_adapters():
-            # of an engine that was killed
-            if name.startswith(_NAMES):
-                await client.unload_adapter(name)
-        return None
-
     async def load(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
         # those that others took the place of before they sampled
         await self.unload_others(client)
         # a name is never given again: of a load that was cancelled nobody knows whether it was done
-        name = self._names[weights] = f"{_NAMES}{weights.version}.{next(self._numbers)}"
+        name = self._names[weights] = f"policy.{weights.version}.{next(self._numbers)}"
         try:
             await client.load_adapter(name, source)
         except ValueError:
@@ -172,12 +146,3 @@ class Adapters(Delivery):
         Path(folder, ADAPTER_NAME).write_bytes(content)
         Path(folder, ADAPTER_CONFIG).write_bytes(read_bytes(join(uri, ADAPTER_CONFIG)))
         return folder
-
-    def _find_fault(self, lora: dict[str, Any] | None) -> str | None:
-        if lora is None:
-            return "takes no adapters"
-        if lora["max_lora_rank"] < self.rank:
-            return f"takes adapters up to rank {lora['max_lora_rank']}, but the run trains rank {self.rank}"
-        if lora["max_cpu_loras"] <= MOST_ADAPTERS:
-            return f"keeps {lora['max_cpu_loras']} adapters in memory, but {MOST_ADAPTERS + 1} are needed"
-        return None

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sf_core.config import RunConfig
 from sf_core.models.cache_size import head_width
 from sf_core.pictures.sight import SEEING
 from sf_core.surroundings import has_gpu, vllm_python
@@ -15,11 +14,9 @@ _HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that it has code for."""
 
 
-def check_shape(shape: Mapping[str, Any], config: RunConfig) -> None:
+def check_shape(shape: Mapping[str, Any]) -> None:
     """Raises ValueError, one sentence, if a server that is started here cannot compute a policy of this
     shape, which is named as in Hugging Face's config.json: it would end at the first request."""
-    if config.engine.vllm.url is not None:
-        return
     if shape.get("model_type") in SEEING:
         _check_prepares_pictures()
     if has_gpu():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -47,21 +47,6 @@ class Pictures:
     def folder(self) -> str:
         """The folder of which the server must be allowed to read files."""
         return self._files.folder
-
-    def find_fault(self, model: Mapping[str, Any]) -> str | None:
-        """What is wrong with a server that somebody else started, by its `model_config`; None if nothing
-        is."""
-        if not self._files.is_of_run:
-            return (
-                "reads pictures from a folder, but the pictures of this run are not in a folder: set "
-                "storage.root to a folder"
-            )
-        if model.get("skip_tokenizer_init"):
-            return "does not support pictures: start it without --skip-tokenizer-init"
-        allowed = model.get("allowed_local_media_path")
-        if not allowed or not Path(self.folder).resolve().is_relative_to(Path(allowed).resolve()):
-            return f"must read this run's pictures: start it with --allowed-local-media-path {self.folder}"
-        return None
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError if the placeholders among the ids are not those of the pictures."""
@@ -130,8 +115,7 @@ class _Files:
 
     def __init__(self, media_dir: str) -> None:
         self._media_dir = media_dir
-        self.is_of_run = is_local(media_dir)
-        self._place = None if self.is_of_run else scratch_folder()
+        self._place = None if is_local(media_dir) else scratch_folder()
         self.folder = self._place.name if self._place else absolute(media_dir)
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """Size of each copy in bytes, by the hash of the picture. The most recently used copy is last."""

@@ -84,11 +84,6 @@ class PolicyFolder:
     def vocab_size(self) -> int:
         return int((self.config.get("text_config") or self.config)["vocab_size"])
 
-    @property
-    def has_head(self) -> bool:
-        """Whether the weights taken last have a head of their own."""
-        return _HEAD in self._shapes
-
     def kv_bytes(self, max_running: int, context_length: int) -> int:
         """Memory for the KV of so many requests."""
         rounded = -(-context_length // _KV_BLOCK) * _KV_BLOCK

@@ -26,11 +26,11 @@ from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
 from sf_core.engines.vllm.deliveries import Adapters, Delivery, WholeModels
 from sf_core.engines.vllm.limits import check_cpu_build, check_shape
 from sf_core.engines.vllm.pictures import Pictures
-from sf_core.engines.vllm.places import AdoptedServer, OwnServer, ServerOrigin
+from sf_core.engines.vllm.places import OwnServer
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, make_arguments
 from sf_core.engines.vllm.turn import VllmTurn
-from sf_core.surroundings import has_gpu, vllm_key, vllm_python
+from sf_core.surroundings import has_gpu, vllm_python
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 from storage.run_directory import RunDirectory
 
@@ -49,36 +49,32 @@ _MOST_FAILED_STARTS = 3
 
 
 def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> VllmEngine:
-    """An engine whose server is started on this process's device, or the one that `engine.vllm.url` names."""
+    """An engine whose server is started on this process's device."""
     engine = config.engine
     settings = config.engine.vllm
-    on_cpu = settings.url is None and not has_gpu()
+    on_cpu = not has_gpu()
     if on_cpu:
         check_cpu_build(vllm_python())
     # a base is never reloaded
     untied = on_cpu and config.train.lora is None
     most = config.rollout.max_picture_tokens
     policy = PolicyFolder(start_dir, untied=untied, max_picture_tokens=most)
-    check_shape(policy.config, config)
+    check_shape(policy.config)
     pictures = Pictures(policy.sight, RunDirectory(config.run_dir).media_dir) if policy.sight else None
-    adapters = Adapters(start_dir, policy if settings.url is None else None) if config.train.lora else None
+    adapters = Adapters(start_dir, policy) if config.train.lora else None
     delivery = adapters or WholeModels(policy)
-    place: ServerOrigin
-    if settings.url is not None:
-        place = AdoptedServer(settings.url, vllm_key(), delivery, engine.context, pictures)
-    else:
-        arguments = make_arguments(
-            dtype=config.policy.dtype_name,
-            context_length=engine.context,
-            max_running=engine.max_running,
-            kv_bytes=policy.kv_bytes(engine.max_running, engine.context),
-            on_cpu=on_cpu,
-            adapter_rank=adapters.rank if adapters else None,
-            media_dir=pictures.folder if pictures else None,
-            more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
-        )
-        sleep_level = 0 if on_cpu or adapters else settings.sleep_level
-        place = OwnServer(policy.path, arguments, on_cpu=on_cpu, sleep_level=sleep_level)
+    arguments = make_arguments(
+        dtype=config.policy.dtype_name,
+        context_length=engine.context,
+        max_running=engine.max_running,
+        kv_bytes=policy.kv_bytes(engine.max_running, engine.context),
+        on_cpu=on_cpu,
+        adapter_rank=adapters.rank if adapters else None,
+        media_dir=pictures.folder if pictures else None,
+        more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
+    )
+    sleep_level = 0 if on_cpu or adapters else settings.sleep_level
+    place = OwnServer(policy.path, arguments, on_cpu=on_cpu, sleep_level=sleep_level)
     vocabularies = Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None
     keep_kv = engine.kv_on_update == "keep"
     size = policy.vocab_size
@@ -91,7 +87,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        place: ServerOrigin,
+        place: OwnServer,
         delivery: Delivery,
         vocab_size: int,
         context_length: int,
@@ -225,10 +221,9 @@ class VllmEngine:
                 )
                 if weights != self._wanted:
                     continue
-                source = self._place.locate(weights, folder)
                 if self._client is None:
                     await self._connect(weights)
-                await self._load(weights, source)
+                await self._load(weights, folder)
             except EngineLostError as error:
                 return self._lose(error)
             except (ValueError, OSError) as error:
@@ -240,9 +235,9 @@ class VllmEngine:
                     return
                 # fall back to the previous weights
                 self._wanted = weights = self._loaded
-                source = ""
+                folder = ""
             # by a task of its own, so that rest, which cancels this one, never leaves the server half-way
-            giving = self._start(self._give(weights, source))
+            giving = self._start(self._give(weights, folder))
             await asyncio.wait([giving])
             if giving.exception():
                 return

@@ -122,6 +122,6 @@ def _prompt_tokens(config: RunConfig) -> float:
 
 def _computes_here(config: RunConfig) -> bool:
     """Whether engines and trainers of the run are CPUs of this machine."""
-    if scheduler_of(config) is not None or not engine_kind(config).runs_policy or config.engine.vllm.url:
+    if scheduler_of(config) is not None or not engine_kind(config).runs_policy:
         return False
     return all(worker.device == "cpu" for worker in workers_here(config).values())

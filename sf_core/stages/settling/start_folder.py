@@ -79,7 +79,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     kind.check_shape(shape, config.train)
     if scheduler_of(config) is None:
         # then the workers are of this machine
-        engine_kind(config).check_shape(shape, config)
+        engine_kind(config).check_shape(shape)
         if config.train.lora is not None:
             check_peft(shape)
     if config.train.lora is not None:

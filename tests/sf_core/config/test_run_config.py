@@ -115,8 +115,11 @@ def test_a_temperature_that_logits_would_overflow_at_is_raised(given: str, used:
             "train.loss: `mean_over: constant` and session_tokens need each other",
         ),
         ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
-        ("engine.vllm.url=localhost:8000", "engine.vllm.url: expected http://HOST:PORT without a user or"),
-        ("engine.vllm.url=http://me:word@host", "set a key as an environment variable"),
+        (
+            "train.teacher={url: localhost:8000}",
+            "train.teacher.url: expected http://HOST:PORT without a user or",
+        ),
+        ("train.teacher={url: http://me:word@host}", "set a key as an environment variable"),
         (
             "engine.vllm.sleep_level=3",
             "engine.vllm.sleep_level: input should be less than or equal to 2, got 3",

@@ -452,12 +452,3 @@ def test_a_single_gpu_samples_an_adapter_with_the_built_in_engine() -> None:
     for num_gpus in (0, 2):
         assert {"r0", "t0"} <= local_workers(config, num_gpus).keys()
     assert local_workers(RunConfig.model_validate({"train": {"lora": {}}}), 1)["t0"].device == "cuda:0"
-
-
-def test_a_server_that_is_adopted_needs_no_gpu_of_this_machine() -> None:
-    engine = {"kind": "vllm", "vllm": {"url": "http://gpu-host:8000"}}
-    config = RunConfig.model_validate(ADAPTER_IN_VLLM | {"engine": engine})
-    found = local_workers(config, 1)
-    assert (found["t0"].device, found["r0"].device) == ("cuda:0", "cpu")
-    made = make_plan([Worker(name, frozenset(w.tags)) for name, w in found.items()], config)
-    assert (made.trainers, made.rollout, made.lent) == (("t0",), ("r0",), False)

@@ -51,6 +51,20 @@ def test_a_version_is_version_0_of_a_run_directory_of_its_own(changed_run: RunDi
     assert RunDirectory(changed_run.uri).read_config(RunConfig).evaluate.num_tasks != 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ([], "v00002-56e5ba88"),
+        (["rollout.temperature=0.00001", "engine.vllm.sleep_level=1"], "v00002-bebdf370"),
+    ],
+)
+def test_what_was_measured_while_there_was_a_setting_that_was_removed_is_found_by_its_name(
+    changed_run: RunDirectory, changes: list[str], name: str
+) -> None:
+    # as d2126b17 names them; a setting that comes to these sections changes all names
+    assert open_measurement(changed_run.uri, 2, changes).directory.run_id == name
+
+
 def test_weights_are_removed_once_they_are_measured_and_needed_no_more(changed_run: RunDirectory) -> None:
     measurement = open_measurement(changed_run.uri, 2, [])
     measurement.begin()

@@ -271,7 +271,6 @@ def test_heads_of_which_vllm_on_the_cpu_knows_none_are_refused_before_the_start(
         check_start(config(kind="vllm"))
     check_sentence(str(refused.value), "a width of 16 (head_dim)", "32, 64, 80,", "use engine.kind torch")
     check_start(config(kind="torch"))
-    check_start(config(kind="vllm", vllm={"url": "http://elsewhere:8000"}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     check_start(config(kind="vllm"))
 

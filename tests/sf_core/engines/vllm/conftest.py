@@ -16,10 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from sf_core.config import RunConfig
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake
 from sf_core.types import WeightsRef
 from tests.bench.engines.adapter_folders import AdapterFolders
 from tests.bench.engines.model_folders import SIZE, ModelFolders, write_tokenizer
@@ -78,25 +76,6 @@ def config(*, adapts: bool = False, **engine: object) -> RunConfig:
     return RunConfig.model_validate({"engine": settings | engine, "train": {"lora": {} if adapts else None}})
 
 
-def refusal(
-    url: str,
-    start: Policies | str,
-    weights: WeightsRef | None = None,
-    context_length: int = CONTEXT,
-    *,
-    adapts: bool = False,
-) -> str:
-    """The sentence with which the server at the URL is refused, for a policy or a start folder."""
-    folder = start if isinstance(start, str) else start.folder(0)
-    settings = config(adapts=adapts, vllm={"url": url}, context_length=context_length)
-    engine = DrivenEngine(make_engine(settings, folder))
-    with pytest.raises(ValueError) as refused:
-        awake(engine, weights or WeightsRef(0, folder))
-    engine.close()
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Policies:
     return Policies(tmp_path_factory.mktemp("policies"), tied=True)
@@ -139,14 +118,12 @@ def servers() -> set[psutil.Process]:
     }
 
 
-def socket_of(process: psutil.Process) -> str:
-    command = process.cmdline()
-    return command[command.index("--uds") + 1]
-
-
 def own_socket(*words: str) -> str:
     """That of the one server of an engine here whose command has all of these words."""
-    (socket,) = {socket_of(one) for one in servers() if {"--uds", *words} <= {*one.cmdline()}}
+    commands = [process.cmdline() for process in servers()]
+    (socket,) = {
+        command[command.index("--uds") + 1] for command in commands if {"--uds", *words} <= {*command}
+    }
     return socket
 
 

@@ -14,7 +14,9 @@ from urllib.request import url2pathname
 
 from aiohttp import web
 from PIL import Image
+from safetensors.numpy import load_file
 
+from storage.tensors.weights import ADAPTER_NAME, FILE_NAME
 from tests.patience import patience
 
 VOCABULARY = 60
@@ -30,9 +32,9 @@ _TOKEN_S = 0.0003
 _COMMAND_S = 0.005
 
 
-def next_token(ids: Sequence[int], folder: str) -> int:
-    """The token after these ids by the weights of this folder."""
-    return (31 * sum(ids) + 7 * len(ids) + 13 * int(folder.rsplit("-", 1)[-1])) % VOCABULARY
+def next_token(ids: Sequence[int], version: int) -> int:
+    """The token after these ids by the weights of this version, which are all this number."""
+    return (31 * sum(ids) + 7 * len(ids) + 13 * version) % VOCABULARY
 
 
 class FakeVllm:
@@ -46,8 +48,6 @@ class FakeVllm:
         """Number of times that it forgot what it had made of pictures."""
         self.shown_at = 0
         """It shows pictures so many tokens behind their place."""
-        self.model_config: dict[str, Any] = {}
-        """What it tells of its model beside the context."""
         self.wrong_name = ""
         """Sent in place of the name of the weights."""
         self.error: dict[str, Any] | None = None
@@ -66,23 +66,19 @@ class FakeVllm:
         self.num_reloads = 0
         """Number of times that it began to take weights."""
         self.reload_s = _COMMAND_S
-        self.lora_config: dict[str, int] | None = None
-        """What it tells of the adapters that it takes."""
-        self.has_adapter_routes = True
         self.refuses_adapters = False
-        self.adapters: dict[str, str] = {}
-        """Folders of the adapters by the names that requests may give."""
+        self.adapters: dict[str, int] = {}
+        """Versions of the adapters by the names that requests may give."""
         self.most_adapters = 0
         """The most that there were at once."""
-        self._folder = self._name = ""
+        self._version = 0
+        self._name = ""
         self._running = asyncio.Event()
         self._aborted: dict[str, asyncio.Event] = {}
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/is_paused", self._answer),
             web.get("/health", self._tell_health),
-            web.get("/server_info", self._settings),
             web.post("/inference/v1/generate", self._generate),
             web.post("/pause", self._pause),
             web.post("/resume", self._resume),
@@ -90,7 +86,6 @@ class FakeVllm:
             web.post("/update_weight_version", self._take_name),
             web.post("/abort_requests", self._abort),
             web.post("/reset_encoder_cache", self._forget),
-            web.get("/v1/models", self._list_models),
             web.post("/v1/load_lora_adapter", self._load_adapter),
             web.post("/v1/unload_lora_adapter", self._unload_adapter),
         ]
@@ -101,39 +96,19 @@ class FakeVllm:
     async def _answer(self, request: web.Request) -> web.Response:
         return web.json_response({})
 
-    async def _settings(self, request: web.Request) -> web.Response:
-        model = {"max_model_len": CONTEXT, "logprobs_mode": "processed_logprobs", **self.model_config}
-        settings = {
-            "model_config": model,
-            "device_config": {"device": "cuda"},
-            "lora_config": self.lora_config,
-        }
-        return web.json_response({"vllm_config": settings})
-
-    async def _list_models(self, request: web.Request) -> web.Response:
-        cards = [
-            {"id": "policy", "parent": None},
-            *({"id": name, "parent": "policy"} for name in self.adapters),
-        ]
-        return web.json_response({"data": cards})
-
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if not self.has_adapter_routes:
-            raise web.HTTPNotFound
-        if not body:
-            raise web.HTTPBadRequest
         self.num_reloads += 1
         await asyncio.sleep(self.reload_s)
         if self.refuses_adapters or body["lora_name"] in self.adapters:
             return web.json_response({"error": {"message": "no such adapter"}}, status=400)
-        self.adapters[body["lora_name"]] = body["lora_path"]
+        self.adapters[body["lora_name"]] = _read_version(f"{body['lora_path']}/{ADAPTER_NAME}")
         self.most_adapters = max(self.most_adapters, len(self.adapters))
         return await self._answer(request)
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
-        folder = self.adapters.pop((await request.json())["lora_name"], None)
-        return web.json_response({}, status=404 if folder is None else 200)
+        version = self.adapters.pop((await request.json())["lora_name"], None)
+        return web.json_response({}, status=404 if version is None else 200)
 
     async def _pause(self, request: web.Request) -> web.Response:
         if self.has_failed:
@@ -152,7 +127,8 @@ class FakeVllm:
     async def _reload(self, request: web.Request) -> web.Response:
         self.num_reloads += 1
         await asyncio.sleep(self.reload_s)
-        self._folder = (await request.json())["kwargs"]["weights_path"]
+        folder = (await request.json())["kwargs"]["weights_path"]
+        self._version = _read_version(f"{folder}/{FILE_NAME}")
         return await self._answer(request)
 
     async def _forget(self, request: web.Request) -> web.Response:
@@ -173,8 +149,6 @@ class FakeVllm:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if not body:
-            raise web.HTTPBadRequest
         prompt, ranges = _expand(body["token_ids"], body.get("content_parts", []))
         body["token_ids"] = prompt
         told = {"prompt_token_ids": prompt, "mm_placeholders": {"image": ranges}} if ranges else {}
@@ -209,7 +183,7 @@ class FakeVllm:
                     finish = "abort"
                 elif self._running.is_set():
                     names.add(self.wrong_name or self._name)
-                    ids.append(next_token(ids, adapter or self._folder))
+                    ids.append(next_token(ids, self._version if adapter is None else adapter))
                     unsent.append(ids[-1])
                     is_full = len(ids) - len(body["token_ids"]) == settings["max_tokens"]
                     stops = ids[-1] in settings["stop_token_ids"]
@@ -224,6 +198,12 @@ class FakeVllm:
         finally:
             del self._aborted[name]
         return response
+
+
+def _read_version(file: str) -> int:
+    """The number that all weights of a file are."""
+    [weights] = load_file(file).values()
+    return int(weights.max())
 
 
 def _expand(ids: Sequence[int], parts: Sequence[Any]) -> tuple[list[int], list[dict[str, int]]]:

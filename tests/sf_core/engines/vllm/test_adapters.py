@@ -1,30 +1,25 @@
 """vLLM's server with adapters: the contract, updates among many requests, one that is killed between two
-versions, many versions, and one that somebody else started."""
+versions, and many versions."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import AsyncEngine, Engine, EngineLostError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, until
 from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.deliveries import Adapters
 from sf_core.engines.vllm.server import TAKES_ADAPTERS
-from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
-from storage.tensors.weights import save_adapter
 from tests.bench.engines.adapter_folders import AdapterFolders
-from tests.bench.engines.model_folders import linears_of
 from tests.sf_core.engines.adapter_contract import AdapterEngineTests
-from tests.sf_core.engines.vllm.conftest import CONTEXT, config, own_socket, refusal, servers
+from tests.sf_core.engines.vllm.conftest import CONTEXT, config, own_socket, servers
 
 # test_contract.py has what every server promises
 pytestmark = pytest.mark.nightly
@@ -139,43 +134,6 @@ class TestContract(AdapterEngineTests):
                 assert all(Path(folder, "adapter_model.safetensors").exists() for folder in known.values())
                 memory.append(sum(process.memory_info().rss for process in servers()))
         assert max(memory[-10:]) - min(memory[5:15]) < MOST_GROWTH
-
-    def test_an_adopted_server_takes_adapters_and_what_another_engine_left_is_unloaded(
-        self, as_tcp: Callable[[str], str]
-    ) -> None:
-        with self.serve():
-            url = as_tcp(own_socket(TAKES_ADAPTERS))
-        settings = config(adapts=True, vllm={"url": url})
-        engine = DrivenEngine(make_engine(settings, self.adapters.start(KIND)))
-        awake(engine, self.weights(4))
-        self.check_effect(engine, 4)
-        request = self.longest_request()
-        engine.submit(request)
-        chunks: list[Chunk] = []
-        until(lambda: chunks.extend(engine.step()), lambda: len(ids_of(chunks)) > 3)
-        self.check_logprobs(request, chunks + awake(engine, self.weights(5)) + drain(engine))
-        until(engine.step, lambda: len([card for card in list_models(url) if card["parent"]]) == 1)
-        assert self.weights(5).uri in {card["root"] for card in list_models(url)}
-        engine.rest()
-        engine.close()
-        with self.serve() as own:
-            # the adapter that it had is not there any more
-            awake(own, self.weights(6))
-            self.check_effect(own, 6)
-
-    def test_an_adopted_server_for_lower_ranks_is_refused(
-        self, as_tcp: Callable[[str], str], tmp_path: Path
-    ) -> None:
-        with self.serve():
-            url = as_tcp(own_socket(TAKES_ADAPTERS))
-        start = tmp_path / "start"
-        shutil.copytree(self.adapters.start(KIND), start)
-        adapter = Adapter(9, 9.0, ("q_proj",))
-        factors = make_factors(shape_factors(adapter, linears_of(str(start))), seed=1)
-        save_adapter(str(start / "adapter"), factors, adapter.encode("tiny"), 0)
-        said = refusal(url, str(start), WeightsRef(0, str(start / "adapter")), adapts=True)
-        assert "takes adapters up to rank 8, but the run trains rank 9" in said
-        assert said.endswith("--max-lora-rank=16")
 
 
 def versions(chunks: list[Chunk]) -> list[int]:

@@ -8,7 +8,6 @@ import json
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,9 +16,6 @@ from msgspec.structs import replace
 from PIL import Image
 from safetensors.torch import load_file
 
-from sf_core.config import RunConfig
-from sf_core.engines.driven import DrivenEngine
-from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, sample
 from sf_core.engines.vllm import pictures as module
 from sf_core.engines.vllm.client import RequestRefusedError, StreamPiece, VllmClient
@@ -27,7 +23,6 @@ from sf_core.engines.vllm.limits import check_shape
 from sf_core.engines.vllm.pictures import Pictures
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import make_arguments
-from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.pictures.sight import PROCESSOR, Sight
 from sf_core.types import Chunk, GenerationRequest, PictureSpan
 from storage.files import list_files, write_atomic
@@ -35,7 +30,7 @@ from storage.media import media_file, store_picture
 from storage.tensors.weights import load_weights, save_weights
 from tests.bench.engines.seeing_policies import SeeingPolicies, place_pictures
 from tests.bench.refusals import check_sentence
-from tests.sf_core.engines.vllm.fake_server import CONTEXT, PLACEHOLDER, SIDE, VOCABULARY, FakeVllm, fake_vllm
+from tests.sf_core.engines.vllm.fake_server import PLACEHOLDER, SIDE, VOCABULARY, FakeVllm, fake_vllm
 from tests.sf_core.engines.vllm.test_serving import ServingTests
 
 SIGHT = Sight(PLACEHOLDER, SIDE, SIDE**2, 64 * SIDE**2)
@@ -74,23 +69,14 @@ class TestPictures(ServingTests):
     def _of(self, fake: FakeVllm, versions: Path, tmp_path: Path) -> Iterator[None]:
         self.fake = fake
         self.folders = versions
-        self.runs = tmp_path
         self.media_dir = f"{tmp_path}/run/media"
         one = store(self.media_dir, 2, 3)
         two = store(self.media_dir, 1, 1)
         # neighbours too, and one of them twice
         self.prompt, self.pictures = place_pictures([5, one, two, 6, one], SIGHT)
-        fake.model_config = {"allowed_local_media_path": str(tmp_path)}
         self.engine = self.made()
         yield
         self.engine.close()
-
-    def made(self, **settings: Any) -> VllmEngine:
-        engine = {"kind": "vllm", "context_length": CONTEXT, "vllm": {"url": self.fake.url}} | settings
-        config = {"run_id": "run", "storage": {"root": str(self.runs)}, "engine": engine}
-        made = make_engine(RunConfig.model_validate(config), f"{self.folders}/{self.start}")
-        assert isinstance(made, VllmEngine)
-        return made
 
     def request(
         self, name: str, *, done: Sequence[int] = (), seed: int = 3, stream: bool = False
@@ -147,34 +133,14 @@ class TestPictures(ServingTests):
                 assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
             assert len(self.fake.bodies) == 0
 
-    @pytest.mark.parametrize(
-        ("told", "sentence"),
-        [
-            ({}, "must read this run's pictures: start it with --allowed-local-media-path "),
-            ({"allowed_local_media_path": "/nowhere"}, "start it with --allowed-local-media-path "),
-            (
-                {"allowed_local_media_path": "/", "skip_tokenizer_init": True},
-                "does not support pictures: start it without --skip-tokenizer-init",
-            ),
-        ],
-    )
-    def test_a_server_that_cannot_show_the_pictures_of_the_run_is_refused(
-        self, told: dict[str, Any], sentence: str
-    ) -> None:
-        self.fake.model_config = told
-        with pytest.raises(ValueError) as refused:
-            awake(DrivenEngine(self.engine), self.weights(0))
-        check_sentence(str(refused.value), f"engine.vllm.url: the server at {self.fake.url} ", sentence)
-
 
 def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
-    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
+    fake: FakeVllm, versions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = f"memory://{uuid.uuid4().hex}/media"
     shown = [store(remote, 1, wide) for wide in range(1, 5)]
     broken, missing = (PictureSpan(digit * 64, 1, 1, SIDE, SIDE) for digit in "01")
     seen = Pictures(SIGHT, remote)
-    assert "pictures from a folder" in str(seen.find_fault({"allowed_local_media_path": "/"}))
 
     async def ask(*pictures: PictureSpan) -> list[StreamPiece]:
         client = VllmClient(fake.url)
@@ -182,7 +148,7 @@ def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
         sampling = {"max_tokens": 1, "stop_token_ids": (), "stream_interval": 1}
         body = {"request_id": "r", "token_ids": ids, "sampling_params": sampling}
         try:
-            await client.reload("v-0")
+            await client.reload(f"{versions}/v-0")
             await client.resume()
             return [piece async for piece in seen.generate(client, body, spans)]
         finally:
@@ -258,13 +224,11 @@ def test_a_vllm_that_cannot_prepare_pictures_is_said_for_a_policy_that_sees(
     monkeypatch.setenv("SF_VLLM_PYTHON", str(python))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shape = {"model_type": "qwen2_5_vl", "text_config": {"head_dim": 32}}
-    here = RunConfig.model_validate({"engine": {"kind": "vllm"}})
     with pytest.raises(ValueError) as refused:
-        check_shape(shape, here)
+        check_shape(shape)
     check_sentence(str(refused.value), str(python), "no torchvision", "`make vllm`")
-    check_shape(shape | {"model_type": "qwen3"}, here)
-    check_shape(shape, RunConfig.model_validate({"engine": {"kind": "vllm", "vllm": {"url": "http://x"}}}))
+    check_shape(shape | {"model_type": "qwen3"})
     (packages / "torchvision").mkdir()
-    check_shape(shape, here)
+    check_shape(shape)
     monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
-    check_shape(shape, here)
+    check_shape(shape)

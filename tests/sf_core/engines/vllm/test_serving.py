@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -15,20 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from sf_core.config import RunConfig
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
-from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
-from sf_core.engines.vllm.deliveries import Adapters
-from sf_core.engines.vllm.places import AdoptedServer, OwnServer
+from sf_core.engines.vllm.deliveries import Adapters, WholeModels
+from sf_core.engines.vllm.pictures import Pictures
+from sf_core.engines.vllm.places import OwnServer
+from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import make_adapter_arguments, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.models.adapter import Adapter, name_factor
 from sf_core.types import Chunk, WeightsRef
 from storage.tensors.weights import ADAPTER_NAME, save_adapter, save_weights
-from tests.bench.refusals import check_sentence
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm, fake_vllm, next_token
+from tests.sf_core.engines.vllm.running_server import RunningServer
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +46,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("start/adapter", *(f"a-{version}" for version in range(60))):
         factor = torch.full((2, 2), float(folder.rpartition("-")[2]) if "-" in folder else 0.0)
         save_adapter(f"{root}/{folder}", {name_factor("q_proj", "lora_A"): factor}, about, 0)
+    save_weights(f"{root}/start", {"q_proj.weight": torch.zeros(2, 2)}, 0)
     (root / "start" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}), encoding="utf-8")
     return root
 
@@ -69,15 +69,18 @@ class ServingTests(EngineTests):
         yield
         self.engine.close()
 
-    start = "v-0"
-    train: Mapping[str, Any] = {}
+    adapts = False
+    media_dir: str | None = None
 
-    def made(self, **settings: Any) -> VllmEngine:
-        engine = {"kind": "vllm", "context_length": CONTEXT, "vllm": {"url": self.fake.url}} | settings
-        config = RunConfig.model_validate({"engine": engine, "train": self.train})
-        made = make_engine(config, f"{self.folders}/{self.start}")
-        assert isinstance(made, VllmEngine)
-        return made
+    def made(self, *, keep_kv: bool = False) -> VllmEngine:
+        start = f"{self.folders}/{'start' if self.adapts else 'v-0'}"
+        policy = PolicyFolder(start, untied=False)
+        delivery = Adapters(start, policy) if self.adapts else WholeModels(policy)
+        pictures = None
+        if policy.sight is not None and self.media_dir is not None:
+            pictures = Pictures(policy.sight, self.media_dir)
+        self.place = RunningServer(url=self.fake.url)
+        return VllmEngine(self.place, delivery, policy.vocab_size, CONTEXT, keep_kv, None, pictures)
 
     def make(self) -> VllmEngine:
         return self.engine
@@ -94,15 +97,15 @@ class ServingTests(EngineTests):
         ids = [*self.prompt]
         for chunk in chunks:
             for token in chunk.token_ids:
-                assert token == next_token(ids, self.weights(chunk.version).uri)
+                assert token == next_token(ids, chunk.version)
                 ids.append(token)
 
     def test_an_update_asks_for_what_is_left_with_new_noise_and_without_kv(self) -> None:
-        self.check_update("recompute")
+        self.check_update(keep_kv=False)
 
-    def check_update(self, kv_on_update: Literal["keep", "recompute"]) -> None:
+    def check_update(self, *, keep_kv: bool) -> None:
         """Check what is asked for after an update."""
-        self.engine = self.made(kv_on_update=kv_on_update)
+        self.engine = self.made(keep_kv=keep_kv)
         engine = DrivenEngine(self.engine)
 
         def update() -> list[Chunk]:
@@ -122,7 +125,7 @@ class ServingTests(EngineTests):
         assert left["sampling_params"]["max_tokens"] == self.num_tokens - done
         assert left["sampling_params"]["seed"] != whole["sampling_params"]["seed"]
         assert left["request_id"] != whole["request_id"]
-        assert (left["cache_salt"] == whole["cache_salt"]) == (kv_on_update == "keep")
+        assert (left["cache_salt"] == whole["cache_salt"]) == keep_kv
 
     def test_weights_that_follow_each_other_sample_under_their_own_names(self) -> None:
         with self.serve() as engine:
@@ -219,7 +222,7 @@ class ServingTests(EngineTests):
 
 class TestServing(ServingTests):
     def test_an_update_asks_for_what_is_left_with_kv_if_it_is_set_so(self) -> None:
-        self.check_update("keep")
+        self.check_update(keep_kv=True)
 
     def test_a_refusal_while_the_weights_that_were_held_come_back_leaves_an_engine_that_serves(self) -> None:
         with self.serve() as engine:
@@ -275,28 +278,8 @@ def test_a_server_with_adapters_never_sleeps_and_one_without_is_started_as_befor
     assert ("--enable-sleep-mode" in without) != on_cpu
 
 
-UNFIT: list[tuple[dict[str, Any], str]] = [
-    ({"lora_config": None}, "takes no adapters: start it with --enable-lora"),
-    (
-        {"lora_config": {"max_lora_rank": 1, "max_cpu_loras": 3}},
-        "takes adapters up to rank 1, but the run trains rank 2: start it with --enable-lora "
-        "--max-loras=2 --max-cpu-loras=3 --max-lora-rank=8",
-    ),
-    (
-        {"lora_config": {"max_lora_rank": 8, "max_cpu_loras": 2}},
-        "keeps 2 adapters in memory, but 3 are needed",
-    ),
-    (
-        {"has_adapter_routes": False},
-        "answered /v1/load_lora_adapter with 404: it must be a vLLM server, started with "
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
-    ),
-]
-"""Servers that cannot be given adapters: how they differ from one that can, and what is said."""
-
-
 def test_a_server_is_given_the_adapter_of_the_newest_version_and_none_before_it(adapters: Path) -> None:
-    delivery = Adapters(f"{adapters}/start", None)
+    delivery = Adapters(f"{adapters}/start", PolicyFolder(f"{adapters}/start", untied=False))
     for version in (0, 1, 2, 1, 5):
         folder = delivery.fetch(WeightsRef(version, f"{adapters}/a-{version}"))
         [factor] = load_file(f"{folder}/{ADAPTER_NAME}").values()
@@ -306,12 +289,10 @@ def test_a_server_is_given_the_adapter_of_the_newest_version_and_none_before_it(
 
 class TestAdapters(ServingTests):
     num_sequences = 5
-    start = "start"
-    train: ClassVar[dict[str, Any]] = {"lora": {}}
+    adapts = True
 
     @pytest.fixture(autouse=True)
     def _of(self, fake: FakeVllm, adapters: Path) -> Iterator[None]:
-        fake.lora_config = {"max_lora_rank": 8, "max_cpu_loras": 3}
         self.fake = fake
         self.folders = adapters
         self.engine = self.made()
@@ -330,7 +311,7 @@ class TestAdapters(ServingTests):
             chunks = engine.step() + awake(engine, self.weights(1)) + drain(engine)
             self.check_tokens(chunks + awake(engine, self.weights(2)))
             assert {name.split(".")[1] for name in [body["model"] for body in self.fake.bodies]} <= {"0", "1"}
-            until(engine.step, lambda: [*self.fake.adapters.values()] == [self.weights(2).uri])
+            until(engine.step, lambda: [*self.fake.adapters.values()] == [2])
             engine.rest()
             # an engine that comes back to the version that it had has nothing to load
             begun = self.fake.num_reloads
@@ -346,7 +327,7 @@ class TestAdapters(ServingTests):
                 assert {chunk.version for chunk in drain(engine)} == {version}
                 asked = {body["model"] for body in self.fake.bodies[sent:]}
                 assert {name.split(".")[1] for name in asked} == {f"{version}"}
-                assert {self.fake.adapters[name] for name in asked} == {self.weights(version).uri}
+                assert {self.fake.adapters[name] for name in asked} == {version}
 
     def test_an_adapter_that_the_server_refuses_leaves_the_one_before(self) -> None:
         with self.serve() as engine:
@@ -354,19 +335,12 @@ class TestAdapters(ServingTests):
             self.fake.refuses_adapters = True
             chunks: list[Chunk] = []
             engine.take_weights(self.weights(1))
-            with pytest.raises(WeightsRefusedError, match=r"vLLM refused the adapter in .*a-1: no such"):
+            with pytest.raises(WeightsRefusedError, match=r"vLLM refused the adapter in .*: no such"):
                 until(lambda: chunks.extend(engine.step()), lambda: False)
             self.check_tokens(chunks + drain(engine))
-            assert [*self.fake.adapters.values()] == [self.weights(0).uri]
+            assert [*self.fake.adapters.values()] == [0]
             self.fake.refuses_adapters = False
             awake(engine, self.weights(1))
-
-    def test_what_an_engine_before_has_left_is_unloaded_and_nothing_else(self) -> None:
-        self.fake.adapters.update({"policy.7.1": "left", "somebody's": "theirs"})
-        with self.serve():
-            assert [*self.fake.adapters.values()] == ["theirs", self.weights(0).uri]
-        # it is not ours
-        self.fake.most_adapters = 2
 
     def test_a_server_that_has_lost_its_adapters_is_lost_and_given_them_again(self) -> None:
         with self.serve() as engine:
@@ -382,10 +356,9 @@ class TestAdapters(ServingTests):
     def test_a_server_that_cannot_sleep_gives_its_gpu_back_by_its_end(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        place = AdoptedServer
-        monkeypatch.setattr(place, "ends_at_rest", True, raising=False)
+        monkeypatch.setattr(self.place, "ends_at_rest", True)
         # a server that is started again knows no adapters
-        monkeypatch.setattr(place, "leave", lambda _: self.fake.adapters.clear())
+        monkeypatch.setattr(self.place, "leave", self.fake.adapters.clear)
         with self.serve() as engine:
             awake(engine, self.weights(1))
             engine.rest()
@@ -393,13 +366,3 @@ class TestAdapters(ServingTests):
             awake(engine, self.weights(1))
             engine.submit(self.request("r"))
             self.check_tokens(drain(engine))
-
-    @pytest.mark.parametrize(("differences", "sentence"), UNFIT)
-    def test_a_server_that_cannot_be_given_adapters_is_refused(
-        self, differences: dict[str, Any], sentence: str
-    ) -> None:
-        for name, value in differences.items():
-            setattr(self.fake, name, value)
-        with pytest.raises(ValueError) as refused:
-            awake(DrivenEngine(self.engine), self.weights(0))
-        check_sentence(str(refused.value), f"engine.vllm.url: the server at {self.fake.url} ", sentence)

@@ -100,5 +100,5 @@ def test_heads_of_the_language_part_are_checked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shape = {"model_type": "qwen2_5_vl", "text_config": {"head_dim": 16}}
     with pytest.raises(ValueError) as refused:
-        limits.check_shape(shape, configured())
+        limits.check_shape(shape)
     check_sentence(str(refused.value), "a width of 16 (head_dim)")
