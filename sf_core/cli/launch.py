@@ -286,9 +286,10 @@ def _log_of_session(reason: str, logs: Path) -> Path | None:
 
 _SHOWN = (
     *("reward_before", "reward_after", "seconds_total"),
-    *("tokens_generated", "tokens_per_second", "idle_fraction"),
+    *("tokens_generated", "tokens_sampled", "tokens_per_second"),
+    *("idle_fraction", "idle_by_cause"),
 )
-"""Figures of a summary that every version has written."""
+"""Figures of a summary that every summary has."""
 
 
 def _print_result(directory: RunDirectory, config: RunConfig, console: Console) -> None:
@@ -299,7 +300,7 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
             f"{directory.path('summary.json')}: the field {missing[0]} is missing; remove the file, and "
             "repeat the command to write it again"
         )
-    causes = summary.get("idle_by_cause", {})  # not in a summary of an earlier version
+    causes = summary["idle_by_cause"]
     idle = ", ".join(
         f"{worker} {share:.0%}{_causes(causes.get(worker, {}))}"
         for worker, share in summary["idle_fraction"].items()
@@ -354,12 +355,9 @@ def _find_examples(directory: RunDirectory, config: RunConfig, version: int, con
 
 def describe_tokens(summary: Mapping[str, Any]) -> str:
     """How many tokens a run has sampled, and how fast if that is known."""
+    sampled = summary["tokens_sampled"]
     sealed = summary["tokens_generated"]
-    sampled = summary.get("tokens_sampled")
-    if sampled is None:  # an earlier version has summed the run up
-        shown = f"{sealed:,} sampled"
-    else:
-        shown = f"{sampled:,} sampled, {sealed:,} of them in sessions that count"
+    shown = f"{sampled:,} sampled, {sealed:,} of them in sessions that count"
     speed = summary["tokens_per_second"]
     return shown if speed is None else f"{shown}, {speed:,.0f} per second"
 

@@ -41,14 +41,14 @@ BUILT_IN_LORA_RATES = 3
 """The same for the built-in policy, which learns nothing at ten times its rate."""
 
 
-def rate_for(parameters: int, power: float = 0.5, *, is_adapter: bool = False) -> float:
+def rate_for(parameters: int, *, is_adapter: bool = False) -> float:
     """Learning rate for a policy of this size, or for an adapter of it. It was tried at 135 million
-    parameters, 2e-5; from there it falls with this power of the size.
+    parameters, 2e-5; from there it falls with the square root of the size.
 
     >>> rate_for(135_000_000), rate_for(8_000_000_000), rate_for(8_000_000_000, is_adapter=True)
     (2e-05, 2.6e-06, 2.6e-05)
     """
-    rate = float(f"{2e-5 * (135e6 / max(1, parameters)) ** power:.2g}")
+    rate = float(f"{2e-5 * (135e6 / max(1, parameters)) ** 0.5:.2g}")
     rate = min(LARGEST_RATE, max(SMALLEST_RATE, rate))
     return float(f"{LORA_RATES * rate:.2g}") if is_adapter else rate
 

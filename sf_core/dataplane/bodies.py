@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import not_
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
@@ -60,11 +59,10 @@ class RunSpec(Body):
     context_length: int = Field(ge=2)
     judges_groups: bool = False
     """True if one runner scores the answers of a training group together."""
-    # of a run without judges the journal is as it was before there were any
-    judge_budgets: dict[str, int] = Field({}, exclude_if=not_)
+    judge_budgets: dict[str, int] = {}
     """Maximum number of tokens that each judge may use between two batches, by the judge's name. Judges
     without an entry have no limit."""
-    scored_apart: bool = Field(False, exclude_if=not_)
+    scored_apart: bool = False
     """True if only runners that claim answers score them, because the runners of agents cannot reach all
     judges."""
     follows_grammars: bool = False

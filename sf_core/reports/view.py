@@ -341,7 +341,7 @@ def runners_of(rollout: Mapping[str, Any]) -> dict[str, Counter[str]]:
 
 def kinds_in(manifest: Manifest | None) -> dict[Kind, int] | None:
     """Groups that left with a batch, by whether all, some or none of their sessions were right. None if the
-    run did not choose, or if it is of before they were counted."""
+    run did not choose."""
     told = {} if manifest is None else manifest.data
     return {kind: told[kind] for kind in KINDS} if told.keys() >= set(KINDS) else None
 

@@ -95,7 +95,7 @@ def read_result(opened: OpenSweep, run: SweepRun, failures: Mapping[str, str]) -
         iterations=due,
         before=summary.get("reward_before"),
         reward=summary.get("reward_after"),
-        tokens=summary.get("tokens_sampled", summary.get("tokens_generated")),
+        tokens=summary.get("tokens_sampled"),
         seconds=summary.get("seconds_rl"),
     )
 

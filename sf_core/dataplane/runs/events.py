@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -26,9 +26,6 @@ class Registered(Event):
     """A flow registered the run; the first event of every journal."""
 
     spec: RunSpec
-    num_processes: Literal[1] = 1
-    """Number of processes that record its turns. A journal that names more is refused: its turns are in other
-    files, which no code reads any more (docs/decisions/041)."""
 
 
 class Published(Event):

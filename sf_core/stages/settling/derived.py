@@ -32,9 +32,6 @@ _ANSWERS = 4
 _ASSUMED_PROMPT = 3072
 """Tokens of a prompt that is not known before agents run."""
 
-_EARLIER_POWER = 0.6
-"""Power of the size with which the learning rate fell in runs that did not store it."""
-
 _RATE = 5
 """Learning rate of the warm start, in those of reinforcement learning."""
 
@@ -92,17 +89,7 @@ def read_with_derived(directory: RunDirectory) -> RunConfig:
     there is no run."""
     config = directory.read_config(RunConfig)
     start = directory.read_manifest(None, "start")
-    return config if start is None else config.fill(_read_values(start.data))
-
-
-def _read_values(data: Mapping[str, Any]) -> dict[str, Any]:
-    if "derived" in data:
-        return dict(data["derived"])
-    # a run that began before its values were stored
-    values = {"policy.dtype": data["dtype"]} if data.get("dtype") else {}
-    if parameters := data.get("parameters"):
-        values["train.learning_rate"] = rate_for(int(parameters), _EARLIER_POWER)
-    return values
+    return config if start is None else config.fill(start.data.get("derived", {}))
 
 
 def _by_settings(config: RunConfig) -> dict[str, Derived]:
