@@ -273,16 +273,14 @@ def test_without_a_data_plane_nothing_begins(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("given", "data", "expected"),
     [
-        (None, {"parameters": 135_000_000}, 2e-5),
-        (None, {"parameters": 8_000_000_000}, 1.7e-6),
-        (None, {"parameters": 1_000_000}, 3e-4),
-        (1e-3, {"parameters": 135_000_000}, 1e-3),
-        # stored by code that did not count them, with its rate
+        (None, {"derived": {"train.learning_rate": 2.6e-6}}, 2.6e-6),
+        (1e-3, {"derived": {"train.learning_rate": 2.6e-6}}, 1e-3),
+        # nothing was left open
         (3e-4, {}, 3e-4),
     ],
 )
-def test_the_learning_rate_follows_the_size_of_the_policy_unless_it_is_named(
-    tmp_path: Path, given: float | None, data: dict[str, int], expected: float
+def test_the_learning_rate_is_the_one_derived_at_the_start_unless_it_is_named(
+    tmp_path: Path, given: float | None, data: dict[str, Any], expected: float
 ) -> None:
     config = configured(tmp_path)
     config = config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": given})})

@@ -64,7 +64,6 @@ def test_products_of_this_machine_are_measured_where_a_run_computes_on_its_cpus(
     [
         {"engine": {"kind": "emulated"}},
         {"cluster": {"scheduler": "tcp://127.0.0.1:8786"}},
-        {"engine": {"kind": "vllm", "vllm": {"url": "http://gpu:8000"}}},
         {"cluster": {"workers": {"t0": {"tags": ["rollout", "train"], "device": "cuda:0"}}}},
     ],
 )
