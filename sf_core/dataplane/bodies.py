@@ -396,5 +396,4 @@ class RunStatus(TypedDict):
 
 PauseMode = Literal["freeze", "evacuate"]
 
-
 Work = Literal["agent", "reward"]

@@ -49,17 +49,18 @@ class ScreenOfButtons(Environment):
         return self
 
     def tasks(self, split: Split, index: int) -> Task:
-        drawn = (self._draw(Random(f"{split} {index} {attempt}")) for attempt in range(MAX_ATTEMPTS))
-        found = next((one for one in drawn if split_of("".join(one[1])) == split), None)
-        if found is None:
+        for attempt in range(MAX_ATTEMPTS):
+            colour, rows = self._draw(Random(f"{split} {index} {attempt}"))
+            if split_of("".join(rows)) == split:
+                break
+        else:
             raise ValueError(
                 f"the settings allow too few screens, so the split {split} has no screen: increase "
                 "columns, rows or others"
             )
-        colour, rows = found
         screen = Screen(rows)
         instruction = f"Press all {colour} buttons."
-        places = [place for place, found in screen.buttons.items() if found == colour]
+        places = [place for place, painted in screen.buttons.items() if painted == colour]
         return Task(
             f"screen-{split}-{index}",
             "screen",
