@@ -45,9 +45,12 @@ class Transcript:
     def text(self) -> str:
         last = self._last[-self._half :]
         num_left_out = self._num_bytes - len(self._first) - len(last)
-        gap = f"\n... {num_left_out} bytes left out ...\n" if num_left_out else ""
-        parts = (self._first.decode(errors="replace"), gap, last.decode(errors="replace"))
-        return "".join(parts) if gap else (self._first + last).decode(errors="replace")
+        if not num_left_out:
+            # a character may begin in the first part and end in the last
+            return (self._first + last).decode(errors="replace")
+        beginning = self._first.decode(errors="replace")
+        end = last.decode(errors="replace")
+        return f"{beginning}\n... {num_left_out} bytes left out ...\n{end}"
 
 
 class CommandOutput:

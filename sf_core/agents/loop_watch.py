@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
@@ -106,7 +106,12 @@ def read_schedule(number: int) -> _Schedule:
 
 def place_of_step(innermost: FrameType) -> str:
     """File, line and function in which a step of the loop is: the innermost that are the user's own."""
-    frames = [frame for frame, _ in takewhile(lambda at: at[0].f_code is not _STEP, walk_stack(innermost))]
+    frames: list[FrameType] = []
+    for frame, _ in walk_stack(innermost):
+        if frame.f_code is _STEP:
+            break
+        frames.append(frame)
     own = [frame for frame in frames if is_own(frame.f_code.co_filename)]
-    frame = (own or frames or [innermost])[0]
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+    shown = (own or frames or [innermost])[0]
+    code = shown.f_code
+    return f"{code.co_filename}:{shown.f_lineno} ({code.co_qualname})"

@@ -233,7 +233,8 @@ class AgentRunner:
         groups: dict[Any, list[dict[str, Any]]] = {}
         for claim in claims:
             is_judged = self._judges_together(claim) and claim["answer"] is not None
-            groups.setdefault(claim["group"] if is_judged else claim["session_id"], []).append(claim)
+            name = claim["group"] if is_judged else claim["session_id"]
+            groups.setdefault(name, []).append(claim)
         return list(groups.values())
 
     def _judges_together(self, claim: dict[str, Any]) -> bool:

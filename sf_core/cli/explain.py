@@ -138,10 +138,15 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
 
 def _devices(config: RunConfig, takes: int) -> str:
     """The device of each worker that computes, if the run starts them here."""
-    tags = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
-    computing = {n: w for n, w in workers_here(config, takes).items() if tags & {*w.tags}}
-    found = ", ".join(f"{name} {worker.device}" for name, worker in computing.items())
-    return f"{found}; all other workers use the CPU"
+    computing = COMPUTING
+    if config.environment.served_judges:
+        computing = COMPUTING | {"reward"}
+    devices = [
+        f"{name} {worker.device}"
+        for name, worker in workers_here(config, takes).items()
+        if computing.intersection(worker.tags)
+    ]
+    return f"{', '.join(devices)}; all other workers use the CPU"
 
 
 def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:

@@ -276,12 +276,21 @@ def _log_of_session(reason: str, logs: Path) -> Path | None:
     """The log of a worker that has the traceback of the user's error that the reason tells of; None: there is
     no such error, or the worker is neither the run's nor of a stack that `sf up` started in this folder."""
     stacks = STACK_FOLDER.absolute() / "logs"
-    for log in (log for folder in (logs, stacks) for log in sorted(folder.glob("worker-*.log"))):
-        with open_read(str(log)) as lines:
-            texts = (line.decode(errors="replace") for line in lines)
-            if any((told := _SESSION_FAILED.search(line)) and told[1] in reason for line in texts):
+    for folder in (logs, stacks):
+        for log in sorted(folder.glob("worker-*.log")):
+            if _has_failed_session(log, reason):
                 return log
     return None
+
+
+def _has_failed_session(log: Path, reason: str) -> bool:
+    """Whether a worker has logged the failure of a session with an error that the reason tells of."""
+    with open_read(str(log)) as lines:
+        for line in lines:
+            failure = _SESSION_FAILED.search(line.decode(errors="replace"))
+            if failure and failure[1] in reason:
+                return True
+    return False
 
 
 _SHOWN = (

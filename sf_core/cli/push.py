@@ -145,11 +145,15 @@ def _without_paths(file: Path, base: str | None) -> bytes | None:
     """Content of a JSON file in which paths are replaced by the name of the base, or removed; None: it has
     none."""
     data: Any = json.loads(file.read_bytes())
-    found = [key for key in NAMES_A_PLACE if isinstance(data, dict) and _is_path(data.get(key))]
-    if not found:
+    if not isinstance(data, dict):
         return None
-    kept = {key: value for key, value in data.items() if key not in found}
-    return json.dumps(kept | (dict.fromkeys(found, base) if base else {}), indent=2).encode()
+    with_paths = [key for key in NAMES_A_PLACE if _is_path(data.get(key))]
+    if not with_paths:
+        return None
+    content = {key: value for key, value in data.items() if key not in with_paths}
+    if base:
+        content |= dict.fromkeys(with_paths, base)
+    return json.dumps(content, indent=2).encode()
 
 
 def _is_path(name: object) -> bool:

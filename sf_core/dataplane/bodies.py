@@ -394,5 +394,4 @@ class RunStatus(TypedDict):
 
 PauseMode = Literal["freeze", "evacuate"]
 
-
 Work = Literal["agent", "reward"]

@@ -63,12 +63,16 @@ class EnvironmentTests:
 
     def test_any_answer_gets_a_finite_reward(self) -> None:
         """Empty, wrong, long and unusual answers get a finite reward."""
-        for task in self._draw("train")[: self.num_scored] + self._draw("holdout")[: self.num_scored]:
+        train = self._draw("train")[: self.num_scored]
+        holdout = self._draw("holdout")[: self.num_scored]
+        for task in train + holdout:
             for answer in ("", task.answer, task.answer + "x", "\x00 \n<|im_end|> 数", "9" * 10_000):
                 reward = self._reward(task, answer)
                 parts = reward if isinstance(reward, Mapping) else {"reward": reward}
-                assert parts and all(isinstance(name, str) for name in parts)
-                assert all(math.isfinite(float(value)) for value in parts.values()), (task.task_id, reward)
+                assert parts
+                for name, value in parts.items():
+                    assert isinstance(name, str)
+                    assert math.isfinite(float(value)), (task.task_id, reward)
 
     def test_an_answer_is_worth_the_same_each_time(self) -> None:
         """Scoring the same answer twice gives the same reward."""

@@ -74,8 +74,10 @@ class ControlGroup:
 
 def _can_limit(group: Path) -> bool:
     with suppress(OSError):
-        has = {"memory", "pids"} <= {*(group / "cgroup.subtree_control").read_text(encoding="utf-8").split()}
-        return has and os.access(group, os.W_OK) and os.access(group / "cgroup.procs", os.W_OK)
+        controllers = (group / "cgroup.subtree_control").read_text(encoding="utf-8").split()
+        if not {"memory", "pids"}.issubset(controllers):
+            return False
+        return os.access(group, os.W_OK) and os.access(group / "cgroup.procs", os.W_OK)
     return False
 
 

@@ -83,10 +83,11 @@ class Porter:
     def greet(self) -> None:
         """Give the worker the work folder, a socket on which programs inside reach the worker, and this
         process, with which all inside ends."""
-        files = [os.open(".", os.O_RDONLY | os.O_DIRECTORY), os.pidfd_open(os.getpid())]
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+        process = os.pidfd_open(os.getpid())
         with suppress(ConnectionError), socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            socket.send_fds(self._channel, [b"ready"], [files[0], listener.fileno(), files[1]])
-        close(files)
+            socket.send_fds(self._channel, [b"ready"], [folder, listener.fileno(), process])
+        close([folder, process])
 
     def _read_request(self) -> tuple[str, list[int]]:
         message, files = receive(self._channel, 64, 4)
@@ -203,9 +204,14 @@ def close(files: list[int]) -> None:
 def command_of(particulars: int) -> tuple[list[str], dict[str, str]]:
     """The words of a command and its variables: their number, and then all of them, each ended by a zero."""
     with open(particulars, "rb", closefd=False) as file:
-        number, *rest = [os.fsdecode(part) for part in file.read().split(b"\0")[:-1]]
-    named = (setting.partition("=") for setting in rest[int(number) :])
-    return rest[: int(number)], {name: value for name, _, value in named}
+        parts = file.read().split(b"\0")[:-1]
+    number, *rest = map(os.fsdecode, parts)
+    num_words = int(number)
+    variables: dict[str, str] = {}
+    for setting in rest[num_words:]:
+        name, _, value = setting.partition("=")
+        variables[name] = value
+    return rest[:num_words], variables
 
 
 def start(
@@ -319,8 +325,10 @@ def write(particulars: int) -> None:
     in their way is put aside."""
     with open(particulars, "rb", closefd=False) as file:
         while line := file.readline():
-            size, _, name = line.rstrip(b"\n").partition(b" ")
-            write_file(os.fsdecode(bytes.fromhex(name.decode())), file.read(int(size)))
+            size, _, encoded = line.rstrip(b"\n").partition(b" ")
+            name = os.fsdecode(bytes.fromhex(encoded.decode()))
+            content = file.read(int(size))
+            write_file(name, content)
 
 
 def write_file(name: str, content: bytes) -> None:

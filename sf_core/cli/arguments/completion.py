@@ -20,10 +20,13 @@ def complete_config(incomplete: str) -> list[str]:
 def complete_override(incomplete: str) -> list[str]:
     """Paths of all settings. Sections are left out: their settings begin with their names. A path that is
     alone comes twice, because a shell puts a space behind a single word."""
-    paths = [*dict.fromkeys(list_settings())]
+    paths = list(dict.fromkeys(list_settings()))
     sections = {path.rpartition(".")[0] for path in paths}
-    found = [f"{path}=" for path in paths if path.startswith(incomplete) and path not in sections]
-    return [*found, f"{found[0]}VALUE"] if len(found) == 1 else found
+    settings = [path for path in paths if path not in sections]
+    offered = [f"{path}=" for path in settings if path.startswith(incomplete)]
+    if len(offered) == 1:
+        offered.append(f"{offered[0]}VALUE")
+    return offered
 
 
 def complete_setting(incomplete: str) -> list[str]:

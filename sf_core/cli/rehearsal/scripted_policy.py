@@ -101,11 +101,13 @@ class ScriptedPolicy:
 
 
 def _stream(reply: Reply, answers: list[Answer]) -> bytes:
-    pieces = b"".join(
-        reply.piece(i, Pieces([answer.content], answer.logprobs)) for i, answer in enumerate(answers)
-    )
-    ends = b"".join(reply.end_turn(i, answer) for i, answer in enumerate(answers))
-    return reply.start(_NUM_TOKENS) + pieces + ends + reply.end(answers)
+    sent = [reply.start(_NUM_TOKENS)]
+    for i, answer in enumerate(answers):
+        sent.append(reply.piece(i, Pieces([answer.content], answer.logprobs)))
+    for i, answer in enumerate(answers):
+        sent.append(reply.end_turn(i, answer))
+    sent.append(reply.end(answers))
+    return b"".join(sent)
 
 
 def _counting(field: str) -> Answering:

@@ -71,9 +71,14 @@ async def rehearse(config: RunConfig) -> Result:
 
 def _parts_of(config: RunConfig) -> list[str]:
     """The parts of the environment from which the run takes tasks; one without a name if it has none."""
-    stages = config.rollout.curriculum.stages if config.rollout.curriculum else ()
-    chosen = {part for stage in stages for part, share in stage.shares.items() if share}
-    return [part for part in parts_of(config.environment) if part in chosen or not chosen] or [""]
+    curriculum = config.rollout.curriculum
+    chosen: set[str] = set()
+    for stage in curriculum.stages if curriculum else ():
+        chosen.update(part for part, share in stage.shares.items() if share)
+    parts = parts_of(config.environment)
+    if chosen:
+        parts = [part for part in parts if part in chosen]
+    return parts or [""]
 
 
 async def _rehearse_part(config: RunConfig, part: str) -> Result:

@@ -43,8 +43,14 @@ class Printer:
 
     def task(self, task: Task, split: str, index: int) -> None:
         self.say(f"task {task.task_id} of {task.environment}", task.prompt)
-        named = {"task_id": task.task_id, "environment": task.environment, "split": split, "index": index}
-        self.record["task"] = named | {"prompt": as_plain(task.prompt), "answer": as_plain(task.answer)}
+        self.record["task"] = {
+            "task_id": task.task_id,
+            "environment": task.environment,
+            "split": split,
+            "index": index,
+            "prompt": as_plain(task.prompt),
+            "answer": as_plain(task.answer),
+        }
 
     def policy(self, about: str) -> None:
         self.say("policy", about)
@@ -53,8 +59,10 @@ class Printer:
     def request(self, number: int, messages: list[dict[str, Any]], **facts: Any) -> None:
         """Keep what a request adds to the conversation. `facts` are further fields."""
         requests = self.record["requests"]
-        requests += [{"messages": [], "answers": []} for _ in range(number + 1 - len(requests))]
-        requests[number] = {"messages": as_plain(messages), **facts, "answers": requests[number]["answers"]}
+        while len(requests) <= number:
+            requests.append({"messages": [], "answers": []})
+        answers = requests[number]["answers"]
+        requests[number] = {"messages": as_plain(messages), **facts, "answers": answers}
 
     def answer_to(self, number: int, **facts: Any) -> None:
         """Keep an answer to this request."""
@@ -170,10 +178,11 @@ def as_plain(value: Any) -> Any:
 def in_words(message: dict[str, Any]) -> str:
     """Content and calls of a message."""
     content = message.get("content") or ""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    called = [f"calls {call.get('name')}({call.get('arguments')})" for call in calls]
-    said = [content] if isinstance(content, str) else list(map(_part_in_words, content))
-    return "\n".join(filter(None, [*said, *called]))
+    lines = [content] if isinstance(content, str) else [_part_in_words(part) for part in content]
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        lines.append(f"calls {function.get('name')}({function.get('arguments')})")
+    return "\n".join(filter(None, lines))
 
 
 def _part_in_words(part: dict[str, Any]) -> str:

@@ -12,11 +12,10 @@ import httpx
 
 from sf_core.agents.phases import Phases, Work, limit_time
 from sf_core.cli.serving.local_plane import LocalPlane, local_plane
-from sf_core.cli.serving.policy import fit_to_this_process, open_stored
-from sf_core.config import RunConfig
+from sf_core.cli.serving.policy import fit_to_this_process, open_stored, rules_for_single_sessions
+from sf_core.config import RolloutConfig, RunConfig
 from sf_core.environments.registry import agent_of, draw_tasks, prepare_of, reward_of
 from sf_core.import_path import import_from, user_folders
-from sf_core.recipes.gates import All
 from sf_core.reports.evaluations.answers import GivenAnswer, text_of_answer, write_greedy
 from sf_core.types import Endpoint, Task
 from storage.run_directory import RunDirectory
@@ -34,10 +33,8 @@ def store_greedy_answers(run: RunDirectory, version: int, task_ids: Collection[s
     config = fit_to_this_process(policy)
     held_out = draw_tasks(config.environment, "holdout", range(config.evaluate.num_tasks))
     tasks = [task for task in held_out if task.task_id in task_ids]
-    # groups of one session, as an agent outside declares them
-    alone = {"group_size": 1, "groups_per_batch": len(tasks), "outside_groups": len(tasks), "gate": All()}
-    chosen = {"curriculum": None, "spare_sessions": 0, "least_sessions": None, "temperature": 0.0}
-    rollout = config.rollout.model_copy(update={**alone, **chosen})
+    greedy = config.rollout.model_copy(update={"temperature": 0.0})
+    rollout = rules_for_single_sessions(greedy, num_groups=len(tasks))
     key = secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory(prefix="sf-greedy-") as folder:
         run_dir = f"{folder}/{NAME}"
@@ -52,25 +49,30 @@ async def _answer_all(
     environment = config.environment
     rules = config.rollout
     phases = Phases(rules, agent_of(environment), reward_of(environment), prepare_of(environment))
-
-    async def answer(task: Task) -> GivenAnswer:
-        body = {"size": 1, "task_id": task.task_id, "environment": task.environment}
-        asked = await http.post(f"/runs/{NAME}/groups", json=body)
-        [opened] = asked.raise_for_status().json()["sessions"]
-        session = plane.run.sessions[opened["session_id"]]
-        work = Work(opened["session_id"])
-        endpoint = Endpoint(opened["base_url"], opened["key"], "policy")
-        async with limit_time("the agent ran", "session_timeout_s", rules.session_timeout_s):
-            given = await phases.run(work, task, endpoint)
-        scored = await phases.score(work, task, given)
-        return GivenAnswer(str(task.prompt), text_of_answer(session.turns[-1].message), scored["reward"])
-
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(
         base_url=plane.url, headers=headers, trust_env=False, timeout=PATIENCE_S
     ) as http:
-        answers = await asyncio.gather(*map(answer, tasks))
-    return {task.task_id: given for task, given in zip(tasks, answers, strict=True)}
+        answering = [_answer(task, rules, phases, plane, http) for task in tasks]
+        answers = await asyncio.gather(*answering)
+    return {task.task_id: answer for task, answer in zip(tasks, answers, strict=True)}
+
+
+async def _answer(
+    task: Task, rules: RolloutConfig, phases: Phases, plane: LocalPlane, http: httpx.AsyncClient
+) -> GivenAnswer:
+    group = {"size": 1, "task_id": task.task_id, "environment": task.environment}
+    response = await http.post(f"/runs/{NAME}/groups", json=group)
+    [opened] = response.raise_for_status().json()["sessions"]
+    session_id = opened["session_id"]
+    session = plane.run.sessions[session_id]
+    work = Work(session_id)
+    endpoint = Endpoint(opened["base_url"], opened["key"], "policy")
+    async with limit_time("the agent ran", "session_timeout_s", rules.session_timeout_s):
+        given = await phases.run(work, task, endpoint)
+    scored = await phases.score(work, task, given)
+    text = text_of_answer(session.turns[-1].message)
+    return GivenAnswer(str(task.prompt), text, scored["reward"])
 
 
 def main() -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sf_core.cli.terminal import hide_progress_bars
-from sf_core.config import RunConfig
+from sf_core.config import RolloutConfig, RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.pictures.sight import read_sight
+from sf_core.recipes.gates import All
 from sf_core.reports.view import RunView, open_run
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
 from sf_core.stages.settling.sizes import PolicySizes
@@ -119,6 +120,22 @@ def fit_to_this_process(policy: Policy) -> RunConfig:
     with room for the few requests that one agent sends at once."""
     config = policy.config
     sees = read_sight(policy.start_dir) is not None
-    kind = "torch" if config.engine.kind == "vllm" and not sees else config.engine.kind
-    few = {"kind": kind, "max_running": min(config.engine.max_running, 8)}
-    return config.model_copy(update={"engine": config.engine.model_copy(update=few)})
+    engine = config.engine
+    kind = "torch" if engine.kind == "vllm" and not sees else engine.kind
+    fitting = engine.model_copy(update={"kind": kind, "max_running": min(engine.max_running, 8)})
+    return config.model_copy(update={"engine": fitting})
+
+
+def rules_for_single_sessions(rules: RolloutConfig, num_groups: int) -> RolloutConfig:
+    """The rules of a run whose groups are of one session and declared from outside: their sessions are
+    sampled as in training, without a runner."""
+    own = {
+        "group_size": 1,
+        "groups_per_batch": num_groups,
+        "outside_groups": num_groups,
+        "gate": All(),
+        "curriculum": None,
+        "spare_sessions": 0,
+        "least_sessions": None,
+    }
+    return rules.model_copy(update=own)

@@ -27,13 +27,12 @@ from sf_core.cli.serving.conversation import Printer, SessionPrinter, keep_looki
 from sf_core.cli.serving.forward import Forward
 from sf_core.cli.serving.local_plane import LocalPlane, local_plane
 from sf_core.cli.serving.mistakes import NothingAskedError, PhaseError, explain_silence, name_phase
-from sf_core.cli.serving.policy import check_run, policy_to_try
+from sf_core.cli.serving.policy import check_run, policy_to_try, rules_for_single_sessions
 from sf_core.cli.terminal import console, errors, nothing_else_printed, print_json, say_error
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.config.failures import CODE_ERRORS
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
-from sf_core.recipes.gates import All
 from sf_core.stages.lease import open_judges
 from sf_core.stages.settling.first_tasks import check_task
 from sf_core.surroundings import openai_key
@@ -202,13 +201,10 @@ def _at(elsewhere: Endpoint, printer: Printer) -> Iterator[_Served]:
 
 @contextmanager
 def _with_policy(config: RunConfig, task: Task, printer: Printer) -> Iterator[_Served]:
-    # one group of one session, as an agent outside declares it: sampled as in training, without a runner
-    alone = {"group_size": 1, "groups_per_batch": 1, "outside_groups": 1, "gate": All()}
-    chosen = {"curriculum": None, "spare_sessions": 0, "least_sessions": None}
     with tempfile.TemporaryDirectory(prefix="sf-try-") as folder:
         policy = policy_to_try(config, Path(folder))
         printer.policy(policy.about)
-        rollout = policy.config.rollout.model_copy(update={**alone, **chosen})
+        rollout = rules_for_single_sessions(policy.config.rollout, num_groups=1)
         run_dir = f"{folder}/{NAME}"
         # nobody else takes the place of the only group
         key = secrets.token_urlsafe(24)

@@ -92,7 +92,9 @@ def name_started(api: str | None, scheduler: str | None, dataplane: str | None) 
     """The services that `start_services` starts, in words; empty if all have an address."""
     addresses = {"Prefect": api, "Dask": scheduler, "the data plane": dataplane}
     names = [name for name, address in addresses.items() if address is None]
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def start_services(

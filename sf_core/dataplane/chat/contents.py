@@ -113,9 +113,14 @@ def too_many_values(subject: str) -> ApiError:
 
 def kind_of_media(part: Any) -> str:
     """What a part of Google's is that is no text."""
-    given = [part[name] for name in MEDIA if isinstance(part, dict) and isinstance(part.get(name), dict)]
-    mime_type = str(given[0].get("mime_type")) if given else ""
-    return _KINDS_OF_MEDIA.get(mime_type.partition("/")[0], OTHER)
+    if not isinstance(part, dict):
+        return OTHER
+    for name in MEDIA:
+        media = part.get(name)
+        if isinstance(media, dict):
+            kind, _, _ = str(media.get("mime_type")).partition("/")
+            return _KINDS_OF_MEDIA.get(kind, OTHER)
+    return OTHER
 
 
 def read_media(part: Any, where: str, left_out: LeftOut) -> str | Part:

@@ -236,9 +236,12 @@ class Renderer:
 
     def last_stop(self, text: str, ids: Ids) -> tuple[int, int] | None:
         """Offsets of the last end-of-turn token in a text and in its ids; None if it has none."""
-        places = np.flatnonzero(np.logical_or.reduce([ids == stop for stop in self.stop_texts]))
-        at = max(text.rfind(stop) for stop in self.stop_texts.values())
-        return (at, int(places[-1])) if at >= 0 and len(places) else None
+        text_offset = max(text.rfind(stop) for stop in self.stop_texts.values())
+        is_stop = np.logical_or.reduce([ids == stop for stop in self.stop_texts])
+        id_offsets = np.flatnonzero(is_stop)
+        if text_offset < 0 or not len(id_offsets):
+            return None
+        return text_offset, int(id_offsets[-1])
 
     def encode(self, text: str, after: str = "", most: float = inf, *, adds_special: bool = False) -> Ids:
         """Ids of a text that follows the special token `after`: some tokenizers put a space before text, but
@@ -290,26 +293,31 @@ class Renderer:
 
         The turn's own text in `rest` is never encoded: its ids are recorded. None if the rendering shows no
         end of the turn."""
-        ends = [(at, token) for token, text in self.stop_texts.items() if (at := rest.find(text)) >= 0]
-        if not ends:
+        offsets = {token: rest.find(text) for token, text in self.stop_texts.items()}
+        found = [(offset, token) for token, offset in offsets.items() if offset >= 0]
+        if not found:
             return None
-        at, token = min(ends)
-        return rest[at + len(self.stop_texts[token]) :] if token == last_id else rest[at:]
+        end, token = min(found)
+        if token == last_id:
+            end += len(self.stop_texts[token])
+        return rest[end:]
 
     def _read_stops(self, folder: Path) -> tuple[dict[int, str], str | None]:
-        generation = _read_json(folder / "generation_config.json").get("eos_token_id")
-        ids = set(generation if isinstance(generation, list) else [generation]) - {None}
+        configured = _read_json(folder / "generation_config.json").get("eos_token_id")
+        ids = set(configured if isinstance(configured, list) else [configured]) - {None}
         if "eos_token" in self._special:
             ids.add(self._tokenizer.token_to_id(self._special["eos_token"]))
+        texts = {token: self._tokenizer.id_to_token(token) for token in ids - {None}}
         # the network may have more ids than the tokenizer
-        stops = {token: text for token in ids - {None} if (text := self._tokenizer.id_to_token(token))}
+        stops = {token: text for token, text in texts.items() if text}
         if not stops:
             raise ValueError(f"{folder}: the tokenizer has no eos_token, so turns could not end")
-        added = {token.content: at for at, token in self._tokenizer.get_added_tokens_decoder().items()}
+        added_tokens = self._tokenizer.get_added_tokens_decoder()
+        added_ids = {token.content: token_id for token_id, token in added_tokens.items()}
         messages_only = partial(self.render, opens_answer=False)
-        of_template = end_of_turn(self.render, messages_only, tuple(stops.values()), added)
+        of_template = end_of_turn(self.render, messages_only, tuple(stops.values()), added_ids)
         if of_template is not None:
-            stops[added[of_template]] = of_template
+            stops[added_ids[of_template]] = of_template
         return dict(sorted(stops.items())), of_template
 
 

@@ -182,7 +182,8 @@ def _content_arguments(tree: nodes.Template, macro: nodes.Macro) -> set[str]:
     found: set[str] = set()
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-            given = [*zip(names, call.args, strict=False), *((word.key, word.value) for word in call.kwargs)]
+            given = [*zip(names, call.args, strict=False)]
+            given += [(keyword.key, keyword.value) for keyword in call.kwargs]
             found.update(name for name, value in given if _reads_content(_plain(value)))
     return found
 

@@ -188,14 +188,16 @@ _ANSWERS: list[Message] = [
 
 def _probes(role: str) -> Iterator[_Probe]:
     rounds = [[answer, *_make_following(answer)] for answer in _ANSWERS]
-    histories = [[], *rounds, *(first + second for first, second in product(rounds, rounds[:5:2]))]
+    pairs_of_rounds = [first + second for first, second in product(rounds, rounds[:5:2])]
     rounds_of_role = [messages for messages in rounds if messages[1]["role"] == role]
-    for history, added in product(histories, rounds_of_role):
+    for history, added in product([[], *rounds, *pairs_of_rounds], rounds_of_role):
         yield _probe(history, added)
     # longer and longer ones too: some templates count messages
+    repeated = rounds_of_role[0]
     for num in range(3, 12):
-        yield _probe(rounds_of_role[0] * num, rounds_of_role[0])
-    yield _probe(list(chain.from_iterable(rounds * 3)), rounds_of_role[0])
+        yield _probe(repeated * num, repeated)
+    longest = list(chain.from_iterable(rounds * 3))
+    yield _probe(longest, repeated)
 
 
 def _make_following(answer: Message) -> list[Message]:
@@ -203,6 +205,9 @@ def _make_following(answer: Message) -> list[Message]:
 
 
 def _probe(history: list[Message], added: list[Message]) -> _Probe:
-    has_tools = any("tool_calls" in message for message in [*history, *added])
-    start: list[Message] = [{"role": "system", "content": "be"}, _USER] if len(history) % 3 else [_USER]
-    return [*start, *history], added, [_TOOL] if has_tools else []
+    start: list[Message] = [_USER]
+    if len(history) % 3:
+        start = [{"role": "system", "content": "be"}, _USER]
+    has_calls = any("tool_calls" in message for message in [*history, *added])
+    tools = [_TOOL] if has_calls else []
+    return [*start, *history], added, tools

@@ -69,14 +69,18 @@ class TokenBound:
 
     def _weigh(self, counts: np.ndarray, num_characters: int) -> float:
         """The bound of a text by the counts of its bytes, whatever follows it."""
-        runs = [(int(counts[byte]), most) for byte, most in self._most.items()]
+        repeated = [(int(counts[byte]), most) for byte, most in self._most.items()]
         if not self._composes:
-            return max(float(counts @ self._weights), *(num / most for num, most in runs))
+            by_weight = float(counts @ self._weights)
+            return max(by_weight, *(num / most for num, most in repeated))
         # each other character may be composed with an ASCII one before it, as may be what follows
-        num_composed = num_characters - int(counts[:128].sum()) + 1
-        plain = float(counts[:128] @ self._weights[:128]) - num_composed * float(self._weights.max())
-        composed = int(counts.sum()) / MOST_SHRUNK / self._longest - 1
-        return max(plain, composed, 0.0, *((num - num_composed) / most for num, most in runs))
+        ascii_counts = counts[:128]
+        num_composed = num_characters - int(ascii_counts.sum()) + 1
+        most_lost = num_composed * float(self._weights.max())
+        by_weight = float(ascii_counts @ self._weights[:128]) - most_lost
+        by_length = int(counts.sum()) / MOST_SHRUNK / self._longest - 1
+        by_repetition = [(num - num_composed) / most for num, most in repeated]
+        return max(by_weight, by_length, 0.0, *by_repetition)
 
     def _weigh_tokens(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
@@ -119,14 +123,16 @@ def _coverage(tokenizer: Tokenizer, tokens: list[str]) -> list[Covered] | None:
         return None
     known = set(tokens)
     if any(step["type"] == "ByteLevel" for step in _steps(tokenizer.pre_tokenizer)):
-        table = str.maketrans({c: chr(byte) for c, byte in byte_of_character().items()})
-        if not known.issuperset(byte_of_character()):
+        bytes_of = byte_of_character()
+        if not known.issuperset(bytes_of):
             return None
-        return [(len(t), t.translate(table)) for t in tokens]
-    alone = {f"<0x{byte:02X}>": chr(byte) for byte in range(256)}
-    if not model.byte_fallback or not known.issuperset(alone):
+        table = str.maketrans({character: chr(byte) for character, byte in bytes_of.items()})
+        return [(len(token), token.translate(table)) for token in tokens]
+    single_bytes = {f"<0x{byte:02X}>": chr(byte) for byte in range(256)}
+    if not model.byte_fallback or not known.issuperset(single_bytes):
         return None
-    return [*((1, byte) for byte in alone.values()), *map(_covered, tokens)]
+    covered = [(1, byte) for byte in single_bytes.values()]
+    return covered + [_covered(token) for token in tokens]
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:

@@ -32,9 +32,10 @@ from sf_core.dataplane.large import SMALL_CHARACTERS, apart, give_back, is_large
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.identity import RequestIdentity
-from sf_core.dataplane.turns.live_turn import LiveTurns, Subscriber
+from sf_core.dataplane.turns.live_turn import LiveTurns
 from sf_core.dataplane.turns.opening import count_tokens, open_turns
 from sf_core.dataplane.turns.request import TurnRequest
+from sf_core.dataplane.turns.subscriber import Subscriber
 
 MAX_BODY_BYTES = 8 * 2**20
 """Most bytes of a request without its pictures."""

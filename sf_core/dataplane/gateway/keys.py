@@ -79,13 +79,18 @@ class Caller:
     @classmethod
     def of(cls, scope: Scope, keys: Keys) -> Caller:
         headers = dict(scope["headers"])
-        given = _SCHEME.sub(b"", next(filter(None, map(headers.get, KEY_HEADERS)), b""))
-        if not given and AGENTS_PATH.fullmatch(scope["path"]):
-            given = dict(urllib.parse.parse_qsl(scope.get("query_string", b""))).get(b"key", b"")
-        is_whole_key = _is_same(given, keys.operator)
-        first, _, last = (b"", b"", b"") if is_whole_key else given.rpartition(b":")
-        named = headers.get(b"x-session-id", last if first else None)
-        session_id = named_in_path(scope["path"]) or (None if named is None else named.decode("latin-1"))
+        path = scope["path"]
+        sent = next(filter(None, map(headers.get, KEY_HEADERS)), b"")
+        given = _SCHEME.sub(b"", sent)
+        if not given and AGENTS_PATH.fullmatch(path):
+            query = urllib.parse.parse_qsl(scope.get("query_string", b""))
+            given = dict(query).get(b"key", b"")
+        session_id = named_in_path(path)
+        if not session_id:
+            named = headers.get(b"x-session-id")
+            if named is None and not _is_same(given, keys.operator):
+                named = _session_behind(given)
+            session_id = None if named is None else named.decode("latin-1")
         return cls(scope, given, keys, session_id)
 
     @property
@@ -138,6 +143,12 @@ class Caller:
     def _shows(self, key: str) -> bool:
         # both are always compared, so that the time taken tells nothing about the key
         return _is_same(self.given, key) | _is_same(self.given.rpartition(b":")[0], key)
+
+
+def _session_behind(given: bytes) -> bytes | None:
+    """The session id behind the last colon of a key."""
+    key, _, session_id = given.rpartition(b":")
+    return session_id if key else None
 
 
 def _is_same(given: bytes, key: str) -> bool:

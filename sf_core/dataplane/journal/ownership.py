@@ -72,10 +72,12 @@ class Ownership:
             self._lock = None
 
     def _tell(self) -> None:
-        if self._lock is not None:
-            owner = self._owner
-            facts = {"dataplane": owner.dataplane, "journal_dir": owner.journal_dir, "attempt": self._attempt}
-            self._lock.tell(**{name: value for name, value in facts.items() if value not in ("", None)})
+        if self._lock is None:
+            return
+        owner = self._owner
+        facts = {"dataplane": owner.dataplane, "journal_dir": owner.journal_dir, "attempt": self._attempt}
+        known = {name: value for name, value in facts.items() if value not in ("", None)}
+        self._lock.tell(**known)
 
 
 def lock_file(journal: Path) -> Path:

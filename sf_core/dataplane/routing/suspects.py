@@ -35,11 +35,13 @@ def assign(
     """Which suspects each engine tries that tries some, or is to try some as soon as all its requests have
     got a token. One engine is left to the others, unless it is the only one."""
     engines = [engine for engine in engines if engine.is_routable]
+    most_trying = max(1, len(engines) - 1)
     tried = {engine: engine.trial for engine in engines if engine.trial is not None}
     for suspicion, floor in _list_untried(waiting, tried.values()):
         free = [engine for engine in engines if engine not in tried and engine.holds(floor)]
-        if free and len(tried) < max(1, len(engines) - 1):
-            tried[min(free, key=lambda engine: _unfitness(engine, suspicion))] = suspicion
+        if free and len(tried) < most_trying:
+            fittest = min(free, key=lambda engine: _unfitness(engine, suspicion))
+            tried[fittest] = suspicion
     return tried
 
 

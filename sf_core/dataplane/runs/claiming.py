@@ -74,17 +74,28 @@ async def open_session(run: ServedRun, body: SessionBody, by_operator: bool) -> 
 async def declare_group(run: ServedRun, body: GroupBody, by_operator: bool) -> list[Session]:
     """Open the sessions of a group that agents outside work on; none if there is no place for it now. A
     client is not given the sessions that the operator opened under the same name."""
-    named = [s for s in run.sessions.values() if body.name and s.claim and s.group == body.name]
-    if known := [session for session in named if by_operator or not session.by_operator]:
-        return known
+    if declared := _find_declared(run, body.name, by_operator):
+        return declared
     decide_claims = decide.declare if body.split == "train" else decide.claim_held_out
-    claims = decide_claims(run.state.ledger, body.size or run.spec.rollout.group_size)
+    size = body.size or run.spec.rollout.group_size
+    claims = decide_claims(run.state.ledger, size)
     facts = body.model_dump(include={"task_id", "environment", "metadata"})
     facts |= {"group": body.name, "by_operator": by_operator}
     run_id = run.spec.run_id
     sessions = run.open([OpenedSession(claim.session_id(run_id), claim, **facts) for claim in claims])
     await run.journal.flush()
     return sessions
+
+
+def _find_declared(run: ServedRun, name: str | None, by_operator: bool) -> list[Session]:
+    """Sessions of the group that was declared under this name, as far as the sender may have them."""
+    if not name:
+        return []
+    return [
+        session
+        for session in run.sessions.values()
+        if session.claim and session.group == name and (by_operator or not session.by_operator)
+    ]
 
 
 def is_scored_elsewhere(run: ServedRun) -> bool:
@@ -161,11 +172,12 @@ def _take_judged(run: ServedRun, runner: str, limit: int) -> list[Session]:
     taken: list[Session] = []
     due = run.state.scoring.groups
     while due and len(taken) < limit:
-        if (group := run.state.ledger.groups.get(due.popleft())) is not None:
-            # at once: a group that is judged again may be queued twice
-            for session in (whole := _take_whole(run, group)):
-                give_to(runner, session)
-            taken += whole
+        group = run.state.ledger.groups.get(due.popleft())
+        answered = [] if group is None else _take_whole(run, group)
+        # at once: a group that is judged again may be queued twice
+        for session in answered:
+            give_to(runner, session)
+        taken += answered
     return taken
 
 

@@ -162,18 +162,20 @@ def num_sessions_left(ledger: Ledger) -> int:
     """Sessions still to run for the next batch, for the batches that the lag bound admits before it is
     trained on, and for evaluations. Counts those groups that have the fewest sessions left."""
     held_out = sum(group.num_left for group in ledger.evaluations.values())
-    batches = min(1 + ledger.lag_bound, ledger.num_batches - ledger.next_batch)
-    num_groups = ledger.rules.groups_per_batch * max(0, batches)
-    missing = sorted(group.num_left for group in ledger.groups.values())[:num_groups]
-    return held_out + sum(missing) + ledger.rules.group_size * (num_groups - len(missing))
+    num_batches = min(1 + ledger.lag_bound, ledger.num_batches - ledger.next_batch)
+    num_groups = ledger.rules.groups_per_batch * max(0, num_batches)
+    fewest_left = sorted(group.num_left for group in ledger.groups.values())[:num_groups]
+    num_new_groups = num_groups - len(fewest_left)
+    return held_out + sum(fewest_left) + ledger.rules.group_size * num_new_groups
 
 
 def num_open_sessions(ledger: Ledger, is_full: bool = False) -> int:
     """Number of sessions that claims could get now; fewer if the curriculum makes groups smaller."""
     groups = [*ledger.evaluations.values(), *ledger.groups.values()]
-    to_admit = max(0, _num_admissible(ledger, is_full) - len(_list_groups(ledger)))
-    size = ledger.rules.group_size + ledger.rules.spare_sessions
-    return sum(group.num_open for group in groups) + size * to_admit
+    num_open = sum(group.num_open for group in groups)
+    num_new_groups = max(0, _num_admissible(ledger, is_full) - len(_list_groups(ledger)))
+    sessions_per_group = ledger.rules.group_size + ledger.rules.spare_sessions
+    return num_open + sessions_per_group * num_new_groups
 
 
 # --- rules

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sf_core.config import RolloutConfig
@@ -17,12 +17,11 @@ from sf_core.config.failures import REASONS, failures_text
 from sf_core.dataplane.bodies import FinishBody, RewardBody
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.runs import decide, events
-from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.ledger import Ledger
 from sf_core.dataplane.runs.results import digest_of, fault_of, fault_of_parts
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.state import RunState
-from sf_core.dataplane.sessions.claims import Claim, SessionSlot
+from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.finished import FinishedSession, finish_session
 from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.gates import GATE_REASONS
@@ -248,13 +247,13 @@ def _reject_judged(run: ServedRun, claim: Claim) -> None:
 def refuse_endless_drops(run: ServedRun) -> None:
     """End the run if nothing of what it has sampled for ten batches counts: it would go on for ever."""
     if fault := explain_drops(run.state):
-        run.end_by(fault, ALL_DROPPED, _list_incomplete(run.state))
+        run.end_by(fault, ALL_DROPPED, run.state.ledger.list_incomplete())
 
 
 def refuse_other_task(run: ServedRun, session: Session) -> bool:
     fault = _explain_other_task(run.state, session)
     if fault:
-        run.end_by(fault, "task_changed", _list_incomplete(run.state))
+        run.end_by(fault, "task_changed", run.state.ledger.list_incomplete())
     return bool(fault)
 
 
@@ -340,11 +339,6 @@ def time_of(session: Session, rules: RolloutConfig) -> float:
     return rules.reward_patience_s if session.is_external else rules.score_timeout_s
 
 
-def _list_incomplete(state: RunState) -> list[Group]:
-    """The run's own groups that are not complete."""
-    return [g for g in state.ledger.groups.values() if not (g.is_outside or g.is_complete)]
-
-
 def explain_drops(state: RunState) -> str:
     """Why a run ends whose groups were all dropped for ten batches, one after the other: it would go on for
     ever. Empty for any other."""
@@ -384,7 +378,9 @@ def _explain_other_task(state: RunState, session: Session) -> str:
     claim = session.claim
     if not session.task_id or claim is None or claim.is_outside or claim.place.split != "train":
         return ""
-    named = {(session.task_id, session.environment), *_tasks_of_group(state, claim.place)}
+    named = {(session.task_id, session.environment)}
+    if group := state.ledger.train_group_of(claim):
+        named |= state.tasks_of(group)
     if len(named) == 1:
         return ""
     shown = " and ".join(f"{task_id!r} of {environment!r}" for task_id, environment in sorted(named)[:2])
@@ -392,15 +388,3 @@ def _explain_other_task(state: RunState, session: Session) -> str:
         f"{state.spec.tasks} gave different tasks for equal arguments: sessions of group "
         f"{claim.place.group} got {shown}. Equal arguments must give equal tasks, in every process"
     )
-
-
-def _tasks_of_group(state: RunState, place: SessionSlot) -> Iterator[tuple[str, str]]:
-    """Id and environment of each task that a session of this group has named."""
-    group = state.ledger.groups.get(place.group)
-    for index, member in enumerate(group.members if group is not None else ()):
-        other = Claim(place._replace(member=index), member.attempt)
-        session = state.sessions.get(other.session_id(state.spec.run_id))
-        result = state.results.by_place.get(other.place)
-        for named in (session, *(result.trajectories[:1] if result is not None else ())):
-            if named is not None and named.task_id:
-                yield named.task_id, named.environment

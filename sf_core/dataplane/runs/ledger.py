@@ -230,6 +230,10 @@ class Ledger:
         group = self._group(claim)
         return TaskRef("", claim.place.group) if group is None or group.pick is None else group.pick.task
 
+    def list_incomplete(self) -> list[Group]:
+        """The run's own groups that are not complete."""
+        return [group for group in self.groups.values() if not (group.is_outside or group.is_complete)]
+
     def knows_batch(self, batch: int) -> bool:
         """Whether a flow whose next batch is this one can go on with the groups here; it may have missed the
         answer to the last seal."""
@@ -237,8 +241,10 @@ class Ledger:
 
     def list_done_before(self, batch: int) -> list[int]:
         """Groups consumed or rejected before this batch, which is the last sealed one or the next."""
-        later = {group for b, sealed in self.batches.items() if b >= batch for group in sealed.groups}
-        later |= {group for b, sealed in self.batches.items() if b >= batch for group in sealed.rejected}
+        later: set[int] = set()
+        for index, sealed in self.batches.items():
+            if index >= batch:
+                later.update(sealed.groups, sealed.rejected)
         return sorted(self._done - later - self.rejected.keys())
 
     # --- what a registration takes over

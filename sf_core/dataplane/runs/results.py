@@ -55,6 +55,19 @@ class Results:
             self._memory.remove(result)
         return result
 
+    def drop_groups(self) -> None:
+        """Drop all results of training groups."""
+        for place in list(self.by_place):
+            if place.split == "train":
+                self.drop(place)
+        self.cut.clear()
+
+    def drop_evaluations(self, version: int) -> None:
+        """Drop the results of the evaluation of a version, and of earlier ones."""
+        for place in list(self.by_place):
+            if place.split == "holdout" and place.group <= version:
+                self.drop(place)
+
     def drop_opened(self, session_ids: Iterable[str]) -> None:
         for session_id in session_ids:
             if (result := self.opened.pop(session_id, None)) is not None:
@@ -71,8 +84,11 @@ class Results:
         because their group was complete, up to that moment. Of a session of before a restart these may not be
         known: sessions in which nothing was sampled are left out. None if there were none."""
         cut = [num_tokens for group in groups for num_tokens in self.cut.get(group, ()) if num_tokens]
-        kept_lengths = [_num_sampled(session) for session in kept]
-        return {"length_kept": _mean(kept_lengths), "length_cut": _mean(cut), "cut_sessions": len(cut)}
+        return {
+            "length_kept": _mean([_num_sampled(session) for session in kept]),
+            "length_cut": _mean(cut),
+            "cut_sessions": len(cut),
+        }
 
 
 def result_of(finished: FinishedSession, success: Success | None) -> Result | None:
@@ -146,9 +162,10 @@ def outcome_of(row: Mapping[str, Any]) -> Outcome:
     """What a row of `outcomes` tells."""
     pick = None
     if row["task_index"] is not None:
-        pick = Pick(TaskRef(row["source"], row["task_index"]), row["position"], row["need"], row["size"])
-    told = zip(row["rewards"], row["scores"], row["tokens"], row["statuses"], strict=True)
-    results = tuple(Result(*result, row["task_id"]) for result in told)
+        task = TaskRef(row["source"], row["task_index"])
+        pick = Pick(task, row["position"], row["need"], row["size"])
+    sessions = zip(row["rewards"], row["scores"], row["tokens"], row["statuses"], strict=True)
+    results = tuple(Result(*facts, row["task_id"]) for facts in sessions)
     return Outcome(row["number"], pick, row["size"], row["version"], results, row["verdict"])
 
 

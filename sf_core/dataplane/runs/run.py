@@ -259,7 +259,9 @@ class ServedRun:
     def tell_picks(self, indices: Iterable[int]) -> None:
         """Record the tasks of groups that an attempt without a curriculum began, before more of them is
         told."""
-        for index in indices if self.spec.rollout.chooses else ():
+        if not self.spec.rollout.chooses:
+            return
+        for index in indices:
             group = self.state.ledger.groups.get(index)
             if group is not None and group.pick is not None and not group.is_told:
                 self.record(events.Admitted(index, group.pick, group.version))

@@ -138,7 +138,8 @@ class Sealer:
         except OSError as error:
             raise unwritable(f"the outcomes of batch {index}", error) from error
         success = run.spec.rollout.success or Success()
-        kinds = Counter(kind_of(one.results, success) for one in outcomes if one.pick and one.results)
+        counted = [outcome for outcome in outcomes if outcome.pick and outcome.results]
+        kinds = Counter(kind_of(outcome.results, success) for outcome in counted)
         return {"outcomes": [asdict(ref)], **{kind: kinds[kind] for kind in get_args(Kind)}}
 
     def _refuse_failed(self, index: int, batch: Batch) -> None:
@@ -241,12 +242,13 @@ class ExternalSessions:
     async def _store_oldest(self) -> None:
         run = self._run
         run.journal.check()
-        oldest = next(iter(run.state.results.opened.values()))
+        unstored = run.state.results.opened.values()
+        oldest = next(iter(unstored))
         version = _newest_version(oldest)
-        alike = (result for result in run.state.results.opened.values() if _newest_version(result) == version)
-        part = list(islice(alike, MAX_TOGETHER))
-        await write_sessions(run, "opened", version, oldest.session_id, part)
-        await run.record_now(Stored([result.session_id for result in part]))
+        of_version = (result for result in unstored if _newest_version(result) == version)
+        stored = list(islice(of_version, MAX_TOGETHER))
+        await write_sessions(run, "opened", version, oldest.session_id, stored)
+        await run.record_now(Stored([result.session_id for result in stored]))
         if run.journal.path.stat().st_size > 2 * self._compacted_bytes + SPARE_BYTES:
             # sealing compacts too, but a run with external sessions may never seal a batch
             await run.compact()
@@ -272,27 +274,33 @@ async def write_sessions(
 ) -> Answer:
     """Write one file and describe what it holds; and one of what judges were asked, if they were. Raises
     ApiError 503 or 500 if it cannot be written."""
-    directory = RunDirectory(run.spec.run_dir)
-    asked = [(session.session_id, one) for session in sessions for one in session.judgements]
-
-    def write() -> Answer:
-        rows = [row for session in sessions for row in session.trajectories]
-        sees = run.renderer.sight is not None
-        ref = write_trajectories(directory, index, rows, part, kind, sees=sees)
-        answer = {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
-        if asked and kind != "opened":
-            told = write_judgements(directory, index, asked, part, kind)
-            answer |= {"judgements": [asdict(told)], **summarise(one for _, one in asked)}
-        return answer
-
     try:
-        written = await asyncio.to_thread(write)
+        answer = await asyncio.to_thread(_write_rows, run, kind, index, part, sessions)
     except OSError as error:
         raise unwritable(f"the session file of {kind} {index}", error) from error
     rewards = [session.reward for session in sessions if session.reward is not None]
-    mean = float(np.mean(rewards)) if rewards else 0.0
-    bounds = {"reward_min": min(rewards), "reward_max": max(rewards)} if rewards else {}
-    return written | {"sessions": len(sessions), "reward_mean": mean, **bounds}
+    answer["sessions"] = len(sessions)
+    answer["reward_mean"] = float(np.mean(rewards)) if rewards else 0.0
+    if rewards:
+        answer["reward_min"] = min(rewards)
+        answer["reward_max"] = max(rewards)
+    return answer
+
+
+def _write_rows(
+    run: ServedRun, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
+) -> Answer:
+    directory = RunDirectory(run.spec.run_dir)
+    rows = [row for session in sessions for row in session.trajectories]
+    sees = run.renderer.sight is not None
+    file = write_trajectories(directory, index, rows, part, kind, sees=sees)
+    answer = {"files": [asdict(file)], "branches": len(rows), **_sums(rows)}
+    judgements = [(session.session_id, row) for session in sessions for row in session.judgements]
+    if judgements and kind != "opened":
+        file = write_judgements(directory, index, judgements, part, kind)
+        answer["judgements"] = [asdict(file)]
+        answer |= summarise(row for _, row in judgements)
+    return answer
 
 
 def _sums(rows: Sequence[Trajectory]) -> Answer:

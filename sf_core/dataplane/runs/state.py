@@ -28,6 +28,7 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import OfTurn, Overflowed, Sampled, TurnEnded, TurnEvent
 from sf_core.types import WeightsRef
 from storage.tables.judgements import Judgement
+from storage.tables.schema import Trajectory
 
 
 class Dropped(NamedTuple):
@@ -165,6 +166,17 @@ class RunState:
         """Results of these groups, in order."""
         return [self.results.by_place[place] for group in groups for place in self.places_of(group)]
 
+    def tasks_of(self, group: Group) -> set[tuple[str, str]]:
+        """Id and environment of each task that sessions of a group have named."""
+        named: list[Session | Trajectory] = []
+        for index, member in enumerate(group.members):
+            claim = Claim(SessionSlot(group.split, group.index, index), member.attempt)
+            if session := self.sessions.get(claim.session_id(self.spec.run_id)):
+                named.append(session)
+            if result := self.results.by_place.get(claim.place):
+                named += result.trajectories[:1]
+        return {(rows.task_id, rows.environment) for rows in named if rows.task_id}
+
     def list_answered(self, group: Group) -> list[Session]:
         """Sessions of a group that have answered and are not scored yet, in order of their places."""
         sessions = self.sessions_of(group.split, group.index)
@@ -188,16 +200,13 @@ class RunState:
         self.ends.drop("holdout", version)
         evaluations = self.ledger.evaluations
         self.ledger.evaluations = {v: group for v, group in evaluations.items() if v >= version}
-        for place in [p for p in self.results.by_place if p.split == "holdout" and p.group <= version]:
-            self.results.drop(place)
+        self.results.drop_evaluations(version)
 
     def start_over(self) -> RunState:
         """A run with the progress that the flow states, and none of its groups. What agents outside do and
         have done goes on, and so do leases and pauses; evaluations up to this version are kept."""
         fresh = RunState(self.spec, self.memory)
-        for place in [place for place in self.results.by_place if place.split == "train"]:
-            self.results.drop(place)
-        self.results.cut.clear()
+        self.results.drop_groups()
         evaluations = self.ledger.evaluations.items()
         fresh.ledger.evaluations = {v: group for v, group in evaluations if v <= self.spec.version}
         fresh.sessions = self.sessions
@@ -325,7 +334,8 @@ class RunState:
         surplus = self.sessions_of("train", group.index)
         for session in surplus:
             self.results.cut.setdefault(group.index, []).append(session.num_sampled)
-        return [self._drop(one, "the group of this session is complete without it") for one in surplus]
+        reason = "the group of this session is complete without it"
+        return [self._drop(session, reason) for session in surplus]
 
     def _drop_group(self, index: int) -> list[Dropped]:
         """Forget a group that does not count. Its sessions end; those of agents outside go on by themselves,
@@ -333,8 +343,9 @@ class RunState:
         for result in self._drop_results(index):
             if result.claim is not None and result.claim.is_outside:
                 self._keep_untrained(result)
-        ending = [one for one in self.sessions_of("train", index) if not one.is_external]
-        return [self._drop(one, "the group of this session no longer counts") for one in ending]
+        reason = "the group of this session no longer counts"
+        sessions = self.sessions_of("train", index)
+        return [self._drop(session, reason) for session in sessions if not session.is_external]
 
     def _drop_results(self, index: int) -> list[FinishedSession]:
         """Forget the results of a group; returns them."""

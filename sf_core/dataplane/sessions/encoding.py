@@ -156,7 +156,8 @@ def _extend(
     if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
         # the answer spells an end-of-turn token in ordinary tokens: the cut would fall inside the answer
         return None
-    suffix = renderer.suffix_after_turn(rest, int(turn.ids[-1]) if len(turn.ids) else None)
+    last_id = int(turn.ids[-1]) if len(turn.ids) else None
+    suffix = renderer.suffix_after_turn(rest, last_id)
     if suffix is None:
         return None
     shown = rest[: len(rest) - len(suffix)]
@@ -164,7 +165,7 @@ def _extend(
         return None
     renderer.check_shown(suffix, added)
     mark = turn.prompt.text.extend(shown)
-    stop = renderer.stop_texts.get(int(turn.ids[-1]), "") if len(turn.ids) else ""
+    stop = "" if last_id is None else renderer.stop_texts.get(last_id, "")
     after = stop if shown.endswith(stop) else ""
     return Unencoded(TreePosition(turn, turn.end), mark, suffix, after, renderer, namer)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -191,10 +192,12 @@ def _prompt_spans(prompt: Prompt, end: int, stop_ids: tuple[int, ...]) -> list[T
     roles = [message["role"] for message in prompt.messages]
     is_end = np.logical_or.reduce([prompt.ids == stop for stop in stop_ids])
     ends = (np.flatnonzero(is_end) + 1).tolist()[-len(roles) :]
-    if len(ends) < len(roles) or end < prompt.end or not roles:
-        return [TurnSpan(roles[0] if len({*roles}) == 1 else "prompt", prompt.start, end)]
+    is_shared = end < prompt.end
+    if not roles or is_shared or len(ends) < len(roles):
+        role = roles[0] if len({*roles}) == 1 else "prompt"
+        return [TurnSpan(role, prompt.start, end)]
     edges = [0, *ends[:-1], len(prompt.ids)]
     return [
         TurnSpan(role, prompt.start + start, prompt.start + stop)
-        for role, start, stop in zip(roles, edges, edges[1:], strict=False)
+        for role, (start, stop) in zip(roles, pairwise(edges), strict=True)
     ]

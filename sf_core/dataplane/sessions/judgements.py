@@ -42,9 +42,12 @@ def summarise(judgements: Iterable[Judgement]) -> dict[str, Any]:
             judges[judgement.judge].append(judgement)
         elif judgement.verdict is not None:
             noted[judgement.item].append(float(judgement.verdict))
-    means = {name: float(np.mean(noted[name])) for name in sorted(noted)}
-    figures = {name: _describe(judges[name]) for name in sorted(judges)}
-    return {name: found for name, found in (("noted", means), ("judges", figures)) if found}
+    summary: dict[str, Any] = {}
+    if noted:
+        summary["noted"] = {name: float(np.mean(noted[name])) for name in sorted(noted)}
+    if judges:
+        summary["judges"] = {name: _describe(judges[name]) for name in sorted(judges)}
+    return summary
 
 
 def count_discarded(judgements: Iterable[Judgement]) -> Counter[str]:
@@ -74,6 +77,7 @@ def _agreement(rows: Sequence[Judgement]) -> float | None:
         if row.pair is not None and row.verdict is not None:
             chosen = msgspec.json.decode(row.verdict, type=dict[str, float])
             pairs[row.pair].append(chosen["A"] > chosen["B"])
+    answered_twice = [pair for pair in pairs.values() if len(pair) == 2]
     # the second order has the texts the other way round
-    agree = [first is not second for first, second in (pair for pair in pairs.values() if len(pair) == 2)]
+    agree = [first is not second for first, second in answered_twice]
     return float(np.mean(agree)) if agree else None

@@ -29,11 +29,14 @@ from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.pictures import Pictures
 from sf_core.dataplane.sessions.tree import (
     NO_TEXT,
+    SAMPLED_BYTES,
     Prompt,
     Tapes,
     TokenTree,
     TreePosition,
     Turn,
+    branch_reason,
+    branch_reason_of_ids,
     find_repeated,
     last_whole_turn,
 )
@@ -157,7 +160,9 @@ class Session:
         conversation = draft.conversation
         matched = draft.matched
         keys = conversation.keys
-        reason = self._branch_reason(keys, draft.messages, matched, encoded.place)
+        reason = None
+        if self._prompts:
+            reason = branch_reason(encoded.place, matched, draft.messages, keys, self._openings)
         return self._add_prompt(
             *(encoded, matched, draft.messages, len(conversation.messages), keys[-1], reason, draft.forced),
             opening=() if matched else keys[:2],
@@ -180,7 +185,8 @@ class Session:
             place, rest = self._tree.follow(place, array[place.at :])
             encoded = Encoded(place, rest, NO_TEXT, None)
             continues = last_whole_turn(place)
-            prompt = self._add_prompt(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
+            reason = branch_reason_of_ids(place) if self._prompts else None
+            prompt = self._add_prompt(encoded, continues, [], 0, chain, reason)
         return prompt
 
     def begin_sample(self, prompt: Prompt, nth: int) -> int:
@@ -283,12 +289,16 @@ class Session:
     @property
     def num_bytes(self) -> int:
         """Approximate memory in bytes; takes no longer than what each request does anyway."""
-        sampled = sum(12 * len(recorded.tokens.ids) for recorded in self.recorded if recorded.turn is None)
-        kept = self._tapes.num_bytes + self._conversations.num_bytes + self.pictures.num_bytes
-        kept += sum(map(size_of_judgement, self.judgements))
         parts = self.earned.reward_parts if self.earned else ()
         texts = [self.group, self.task_id, self.environment, self.answer, self.output, *parts]
-        return SESSION_BYTES + size_of(self.metadata) + size_of(texts) + self._num_bytes + kept + sampled
+        num_bytes = SESSION_BYTES + size_of(self.metadata) + size_of(texts)
+        num_bytes += self._num_bytes
+        num_bytes += self._tapes.num_bytes + self._conversations.num_bytes + self.pictures.num_bytes
+        num_bytes += sum(map(size_of_judgement, self.judgements))
+        for recorded in self.recorded:
+            if recorded.turn is None:
+                num_bytes += SAMPLED_BYTES * len(recorded.tokens.ids)
+        return num_bytes
 
     def release(self) -> None:
         """Part prompts and tapes, so that their memory is free as soon as nobody holds the session."""
@@ -378,29 +388,3 @@ class Session:
         """The deepest recorded turn with whose conversation this one begins."""
         answers = (self._answers.get(keys[i]) for i in range(len(keys) - 1, 0, -1))
         return next((turn for turn in answers if turn is not None), None)
-
-    def _branch_reason(
-        self, keys: list[bytes], added: list[Message], matched: Turn | None, place: TreePosition
-    ) -> str | None:
-        if not self._prompts:
-            return None
-        if matched is not None and (place.node is not matched or place.at != matched.end):
-            return "template_rewrote"
-        if any(message["role"] == "assistant" for message in added):
-            return "edited_history"
-        if matched is not None:
-            return "forked" if matched.has_continuation else None
-        if keys[0] not in self._openings:
-            return "other_tools"
-        return "new_conversation" if keys[1] in self._openings else "other_system"
-
-    def _ids_branch_reason(self, place: TreePosition) -> str | None:
-        if not self._prompts:
-            return None
-        if place.node is None:
-            return "new_conversation"
-        if not isinstance(place.node, Turn):
-            return "edited_history"
-        if place.at < place.node.end:
-            return "retokenised"
-        return "forked" if place.node.has_continuation else None

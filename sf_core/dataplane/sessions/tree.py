@@ -23,6 +23,9 @@ from sf_core.types import FinishReason, Ids, Sampling
 TURN_BYTES = 1200
 """Measured memory of a turn, without tokens and texts."""
 
+SAMPLED_BYTES = 4 + 4 + 4
+"""Memory of the id, log-prob and version of a sampled token."""
+
 NUM_TIPS = 16
 """Number of latest turns whose whole line is compared with a prompt given as ids."""
 
@@ -179,7 +182,7 @@ class Turn:
     @property
     def num_bytes(self) -> int:
         """Approximate memory in bytes."""
-        return TURN_BYTES + 12 * len(self.ids) + size_of(self.message)
+        return TURN_BYTES + SAMPLED_BYTES * len(self.ids) + size_of(self.message)
 
     def conversation(self) -> Iterator[Turn]:
         """This turn and the earlier turns of its conversation, latest first."""
@@ -285,6 +288,35 @@ def last_whole_turn(place: TreePosition) -> Turn | None:
         if isinstance(node, Turn) and end == node.end:
             return node
     return None
+
+
+def branch_reason(
+    place: TreePosition, matched: Turn | None, added: list[Message], keys: list[bytes], openings: set[bytes]
+) -> str | None:
+    """Why a prompt begins a new branch whose ids leave the recorded lines at a place; None if it extends the
+    turn that it matched. `keys` are the chain keys of its conversation. `openings` are those of tools, and of
+    tools with first message, seen before."""
+    if matched is not None and (place.node is not matched or place.at != matched.end):
+        return "template_rewrote"
+    if any(message["role"] == "assistant" for message in added):
+        return "edited_history"
+    if matched is not None:
+        return "forked" if matched.has_continuation else None
+    if keys[0] not in openings:
+        return "other_tools"
+    return "new_conversation" if keys[1] in openings else "other_system"
+
+
+def branch_reason_of_ids(place: TreePosition) -> str | None:
+    """Why a prompt begins a new branch that was given as ids and leaves the recorded lines at a place; None
+    if it extends the tokens of a turn."""
+    if place.node is None:
+        return "new_conversation"
+    if not isinstance(place.node, Turn):
+        return "edited_history"
+    if place.at < place.node.end:
+        return "retokenised"
+    return "forked" if place.node.has_continuation else None
 
 
 def common_length(a: Ids, b: Ids) -> int:

@@ -6,7 +6,7 @@ that no chunk before it held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -213,10 +213,14 @@ class RecordedTurn:
     def restore(self, generation: Generation) -> None:
         """Bring a new generation of the same request to the state of this turn."""
         ids, logprobs, versions = self.tokens
-        edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(ids)] if len(ids) else []
-        for start, end in pairwise(edges):
-            chunk = ids[start:end].tolist(), logprobs[start:end].tolist(), int(versions[start])
-            generation.absorb(Chunk(generation.request_id, *chunk), "")
+        for start, end in _spans_of_versions(versions):
+            chunk = Chunk(
+                generation.request_id,
+                ids[start:end].tolist(),
+                logprobs[start:end].tolist(),
+                int(versions[start]),
+            )
+            generation.absorb(chunk, "")
         generation.engines = self.engines.split(",") if self.engines else []
         if self.turn is not None:
             generation.interruptions = self.turn.interruptions
@@ -225,3 +229,10 @@ class RecordedTurn:
             generation.finish(FinishReason.STOP)
         elif len(ids):
             generation.interrupt("")
+
+
+def _spans_of_versions(versions: Ids) -> Iterator[tuple[int, int]]:
+    """Start and end of each series of tokens that one policy version sampled."""
+    if len(versions):
+        changes = np.flatnonzero(np.diff(versions)) + 1
+        yield from pairwise([0, *changes.tolist(), len(versions)])

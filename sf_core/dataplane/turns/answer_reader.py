@@ -13,7 +13,7 @@ from sf_core.dataplane.chat.answer_parser import (
 from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.messages import Message, assistant_message, call_id
 from sf_core.dataplane.chat.renderer import Renderer, TextStream
-from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.chat.tool_formats import CallSplitter, ToolCall
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.turns.answer import Event, MadeCall, Pieces, TokenLogprob, encode_arguments
 from sf_core.dataplane.turns.request import TurnRequest
@@ -121,9 +121,14 @@ def _make_stream(
     renderer: Renderer, request: TurnRequest, forced: str
 ) -> tuple[AnswerStream, tuple[str, ...]]:
     """What reads the answer, and the marks that it must see."""
-    form = FORMATS[renderer.tool_format] if request.calls_tools else None
-    splitter, marks = (form.splitter(request.tools), form.marks) if form else (None, ())
-    if not (renderer.thinks and request.text_or_ids is None) or forced:
+    splitter: CallSplitter | None = None
+    marks: tuple[str, ...] = ()
+    if request.calls_tools:
+        form = FORMATS[renderer.tool_format]
+        splitter = form.splitter(request.tools)
+        marks = form.marks
+    may_reason = renderer.thinks and request.text_or_ids is None and not forced
+    if not may_reason:
         return AnswerStream(splitter), marks
     reasoning = ReasoningSplitter(renderer.opens_thinking, marks[:1])
     return AnswerStream(splitter, reasoning), (THINK_START, THINK_END, *marks)

@@ -12,7 +12,7 @@ import itertools
 import logging
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -139,7 +139,7 @@ class LiveTurn:
         self.is_over = False
         self.error: Exception | None = None
         self.changed = Signal()
-        self._subscribers: set[Subscriber] = set()
+        self._num_subscribers = 0
         self._grace: asyncio.TimerHandle | None = None
         # a session that no request can name cannot be retried: nothing to record, no client to wait for
         is_known = turns.includes(session)
@@ -212,19 +212,19 @@ class LiveTurn:
             return False
         if identity.insists:
             return True
-        return not self.recorded.delivered if self.is_over else not self._subscribers
+        return not self.recorded.delivered if self.is_over else not self._num_subscribers
 
-    def join(self, subscriber: Subscriber) -> None:
-        self._subscribers.add(subscriber)
+    def join(self) -> None:
+        self._num_subscribers += 1
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def leave(self, subscriber: Subscriber) -> None:
-        self._subscribers.discard(subscriber)
+    def leave(self) -> None:
+        self._num_subscribers -= 1
         if self.is_over:
             self._settle()
-        elif not self._subscribers and self._grace is None:
+        elif not self._num_subscribers and self._grace is None:
             self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._cancel)
         self.changed.notify()
 
@@ -369,44 +369,10 @@ class LiveTurn:
         turns = self._turns
         session = self._session
         in_flight = turns.in_flight.get(session.session_id, [])
-        if (self._is_put_off or not self._subscribers) and self in in_flight:
+        if (self._is_put_off or not self._num_subscribers) and self in in_flight:
             in_flight.remove(self)
             if not in_flight:
                 del turns.in_flight[session.session_id]
             if self._is_put_off or self.error is None:
                 session.recorded.append(self.recorded)
         turns.memory.weigh(session)
-
-
-class Subscriber:
-    """One request that waits for a turn and gets all its pieces."""
-
-    def __init__(self, turn: LiveTurn) -> None:
-        self.turn = turn
-        self._is_gone = False
-        turn.join(self)
-
-    async def pieces(self) -> AsyncIterator[Pieces]:
-        """All pieces of the turn's answer. Raises what the turn raised."""
-        turn = self.turn
-        num_seen = 0
-        while True:
-            while num_seen < len(turn.pieces):
-                num_seen += 1
-                yield turn.pieces[num_seen - 1]
-            if self._is_gone:
-                raise ApiError(400, "The client went away before its answer was complete.")
-            if turn.error is not None:
-                raise turn.error
-            if turn.is_over:
-                return
-            turn.check()
-            await turn.changed.wait()
-
-    def leave(self, has_answer: bool = False) -> None:
-        """The client has its answer, or is gone: an unfinished turn goes on for a while, for a retry."""
-        if not self._is_gone:
-            self._is_gone = True
-            if has_answer:
-                self.turn.set_delivered()
-            self.turn.leave(self)

@@ -36,6 +36,9 @@ def derive_seed(
 ) -> int:
     """Unsigned 64-bit key of a turn. It depends on the `draw` of the session's claim, not on its attempt: a
     session given out again because its runner was lost samples the same."""
-    key = (run_seed, *place, prompt_index, sample, *([draw] if draw else []))
+    key: list[str | int] = [run_seed, *place, prompt_index, sample]
+    if draw:
+        key.append(draw)
     text = ".".join(map(str, key))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    digest = blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -78,8 +78,11 @@ class HiddenTests(msgspec.Struct, frozen=True):
         the function. Raises SandboxError if the sandbox fails."""
         async with open_sandbox(LIMITS) as box:
             returned = await returns_of(box, source, self.function, self.calls)
-        num_passed = sum(map(operator.eq, returned, map(json.dumps, self.returns)))
-        return num_passed / len(self.calls) if reward_for == "share" else float(num_passed == len(self.calls))
+        expected = map(json.dumps, self.returns)
+        num_passed = sum(map(operator.eq, returned, expected))
+        if reward_for == "share":
+            return num_passed / len(self.calls)
+        return float(num_passed == len(self.calls))
 
 
 async def returns_of(

@@ -53,11 +53,12 @@ class Instructions(Environment):
     def tasks(self, split: Split, index: int) -> Task:
         random = Random(f"{split} {index}")
         subject = random.choice(subjects(split))
-        names = draw_kinds(random, self.kinds, random.randint(*self.constraints))
-        drawn = {name: KINDS[name].draw(random, split) for name in names}
-        prompt = [f"Write {self.text} about {subject}.", *(KINDS[name].tell(drawn[name]) for name in names)]
+        number = random.randint(*self.constraints)
+        drawn = {name: KINDS[name].draw(random, split) for name in draw_kinds(random, self.kinds, number)}
+        sentences = [f"Write {self.text} about {subject}."]
+        sentences += [KINDS[name].tell(constraint) for name, constraint in drawn.items()]
         metadata = {"subject": subject, "constraints": drawn}
-        return Task(f"instructions-{split}-{index}", "instructions", " ".join(prompt), metadata=metadata)
+        return Task(f"instructions-{split}-{index}", "instructions", " ".join(sentences), metadata=metadata)
 
     async def agent(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
         messages: list[Any] = [{"role": "user", "content": task.prompt}]
@@ -94,7 +95,9 @@ class Instructions(Environment):
 
 def is_about(text: str, subject: str) -> bool:
     """Whether a text has some words, the subject in any form among them, and does not speak of the task."""
-    said = words_of(text)
+    words = words_of(text)
+    speaks_of_task = not {"sentence", "comma", "commas"}.isdisjoint(words)
+    if len(words) < FEWEST_WORDS or speaks_of_task:
+        return False
     stem = subject[: max(3, len(subject) - 3)]
-    speaks_of_itself = not {"sentence", "comma", "commas"}.isdisjoint(said)
-    return len(said) >= FEWEST_WORDS and any(word.startswith(stem) for word in said) and not speaks_of_itself
+    return any(word.startswith(stem) for word in words)

@@ -65,19 +65,24 @@ class Manners(Environment):
         self, task: Task, answer: str | dict[str, Any], judges: Mapping[str, Any]
     ) -> dict[str, float]:
         """Score the agent's answer. A plain text, as a command prints it, counts as a whole answer."""
-        given = {"text": answer, "is_whole": True} if isinstance(answer, str) else answer
-        text = " ".join(str(given["text"]).split())
-        if not given["is_whole"] or not names_favour(text, task.metadata["favour"]):
+        if isinstance(answer, str):
+            answer = {"text": answer, "is_whole": True}
+        text = " ".join(str(answer["text"]).split())
+        if not answer["is_whole"] or not names_favour(text, task.metadata["favour"]):
             return {"polite": 0.0}
-        chosen = await judges["manners"].choose(ask_about(text), ["yes", "no"], item="polite")
+        question = ask_about(text)
+        chosen = await judges["manners"].choose(question, ["yes", "no"], item="polite")
         return {"polite": chosen["yes"]}
 
 
 def names_favour(text: str, favour: str) -> bool:
     """Whether a text has some words, one of what the favour is about among them in any form."""
     words = [word.strip("\"'(*") for word in text.lower().split()]
-    stems = tuple(word[:4] for word in favour.split()[1:] if word not in _SMALL)
-    return len(words) >= FEWEST_WORDS and any(word.startswith(stems) for word in words)
+    if len(words) < FEWEST_WORDS:
+        return False
+    subject = [word for word in favour.split()[1:] if word not in _SMALL]
+    stems = tuple(word[:4] for word in subject)
+    return any(word.startswith(stems) for word in words)
 
 
 def ask_about(text: str) -> list[dict[str, str]]:

@@ -55,18 +55,19 @@ class Reporter:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     out = open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115, to the end
     os.dup2(2, 1)
-    here = os.getcwd()
+    folder = os.getcwd()
     # only now, so that no file of the repository stands in for one of pytest
-    sys.path[:0] = [here, os.path.join(here, "src")]
-    options = ["-q", "--no-header", "--tb=short", "--continue-on-collection-errors", f"--rootdir={here}"]
-    options += ["-p", "no:cacheprovider", f"--maxfail={asked['max_failing']}"]
-    options += ["--collect-only"] if asked["only_collects"] else []
-    tests = None if asked["tests"] is None else set(asked["tests"])
-    reporter = Reporter(asked["word"], tests, asked["only_collects"], out)
-    pytest.main([*options, *asked["files"]], [reporter])
+    sys.path[:0] = [folder, os.path.join(folder, "src")]
+    options = ["-q", "--no-header", "--tb=short", "--continue-on-collection-errors"]
+    options += [f"--rootdir={folder}", "-p", "no:cacheprovider", f"--maxfail={request['max_failing']}"]
+    if request["only_collects"]:
+        options.append("--collect-only")
+    tests = None if request["tests"] is None else set(request["tests"])
+    reporter = Reporter(request["word"], tests, request["only_collects"], out)
+    pytest.main([*options, *request["files"]], [reporter])
 
 
 if __name__ == "__main__":

@@ -60,26 +60,35 @@ def cut(patch: str, protected: re.Pattern[str]) -> str:
     patch cannot leave files out, and a part that does not fit would spoil the others. A patch may be made to
     deceive this, so it protects no file."""
     parts = [(part, _find_changed(part)) for part in _PART.split(patch)]
-    kept = [(part, name) for part, name in parts if name is None or not protected.match(name)]
-    is_left = len(kept) == len(parts) or any(name for _, name in kept)
-    return "".join(part for part, _ in kept) if is_left else ""
+    kept = [(part, file) for part, file in parts if file is None or not protected.match(file)]
+    changes_nothing = not any(file for _, file in kept)
+    if len(kept) < len(parts) and changes_nothing:
+        return ""
+    return "".join(part for part, _ in kept)
 
 
 def _find_changed(part: str) -> str | None:
     """The file that is changed by a part of a patch, or None if it does not say."""
     header = part.partition("\n@@ ")[0]
     facts = {what: _unquote(name) for what, name in _FACT.findall(header)}
-    for what in ("rename to", "copy to", "+++", "---"):
+    for what in ("rename to", "copy to"):
         if name := facts.get(what):
-            # these alone have no a/ or b/ before them
-            is_whole = what.endswith("to") or "/" not in name
-            return normpath(name if is_whole else name.partition("/")[2].lstrip("/"))
-    if found := _HEADER.search(header):
-        # the name stands there twice, and may have spaces
-        half = len(found[1]) // 2
-        names = {_unquote(name).partition("/")[2] for name in (found[1][:half], found[1][half + 1 :])}
-        return normpath(names.pop()) if len(names) == 1 else None
-    return None
+            return normpath(name)
+    for what in ("+++", "---"):
+        if name := facts.get(what):
+            _, slash, below = name.partition("/")
+            return normpath(below.lstrip("/") if slash else name)
+    found = _HEADER.search(header)
+    return None if found is None else _name_of_both(found[1])
+
+
+def _name_of_both(names: str) -> str | None:
+    """The name that a header has twice, first behind a/ and then behind b/; None if it has two names."""
+    # the name may have spaces
+    half = len(names) // 2
+    before = _unquote(names[:half]).partition("/")[2]
+    after = _unquote(names[half + 1 :]).partition("/")[2]
+    return normpath(before) if before == after else None
 
 
 def _unquote(name: str) -> str:

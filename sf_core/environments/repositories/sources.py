@@ -64,25 +64,29 @@ def _git_folder(place: str, repo: str) -> Path | None:
 
 
 def _find_missing(folder: Path, commits: list[str]) -> list[str]:
-    asked = "".join(f"{commit}^{{commit}}\n" for commit in commits)
-    told = _git(folder, "cat-file", "--batch-check", stdin=asked.encode()).decode().splitlines()
-    return [commit for commit, line in zip(commits, told, strict=True) if line.split()[1] != "commit"]
+    query = "".join(f"{commit}^{{commit}}\n" for commit in commits)
+    reply = _git(folder, "cat-file", "--batch-check", stdin=query.encode()).decode()
+    kinds = [line.split()[1] for line in reply.splitlines()]
+    return [commit for commit, kind in zip(commits, kinds, strict=True) if kind != "commit"]
 
 
 def _from_git(folder: Path, commit: str) -> dict[str, bytes]:
     # not `git archive`, which leaves out what .gitattributes says, tests most of all
-    ids: dict[str, bytes] = {}
+    blobs: dict[str, bytes] = {}
     for entry in _git(folder, "ls-tree", "-r", "-z", "--full-tree", commit).split(b"\0")[:-1]:
         facts, _, name = entry.partition(b"\t")
-        mode, _, number = facts.split()
+        mode, _, blob = facts.split()
         if mode in (b"100644", b"100755"):
-            ids[name.decode(errors="surrogateescape")] = number
-    asked = b"".join(number + b"\n" for number in ids.values())
-    told = io.BytesIO(_git(folder, "cat-file", "--batch", stdin=asked))
+            path = name.decode(errors="surrogateescape")
+            blobs[path] = blob
+    query = b"".join(blob + b"\n" for blob in blobs.values())
+    reply = io.BytesIO(_git(folder, "cat-file", "--batch", stdin=query))
     files: dict[str, bytes] = {}
-    for path in ids:
-        files[path] = told.read(int(told.readline().split()[2]))
-        told.read(1)
+    for path in blobs:
+        size = int(reply.readline().split()[2])
+        files[path] = reply.read(size)
+        # the line end behind the content
+        reply.read(1)
     return files
 
 

@@ -32,10 +32,15 @@ git add -A && git diff --cached --binary --no-renames --no-ext-diff --no-textcon
 def hide_originals(limits: SandboxLimits, names: Iterable[str]) -> SandboxLimits:
     """These limits for a sandbox in which the installed packages of the repository's own names are not seen:
     the agent could copy what it is to repair."""
-    tops = {name.removeprefix("src/").partition("/")[0] for name in names}
-    installed = {Path(get_path(kind), top) for kind in ("purelib", "platlib") for top in tops}
-    hidden = sorted(str(path) for path in installed if path.is_dir() and path.name not in PYTEST_NEEDS)
-    return limits.model_copy(update={"hidden": (*limits.hidden, *hidden)})
+    packages = {name.removeprefix("src/").partition("/")[0] for name in names}
+    hidden: set[str] = set()
+    for kind in ("purelib", "platlib"):
+        site_packages = Path(get_path(kind))
+        for package in packages.difference(PYTEST_NEEDS):
+            installed = site_packages / package
+            if installed.is_dir():
+                hidden.add(str(installed))
+    return limits.model_copy(update={"hidden": (*limits.hidden, *sorted(hidden))})
 
 
 async def commit_all(box: Sandbox) -> str:

@@ -96,9 +96,12 @@ def as_parts(texts: Iterable[str], png: bytes) -> list[dict[str, Any]]:
 @lru_cache(maxsize=4)
 def _wallpaper(width: int, height: int) -> Image.Image:
     """Shades from left to right and from top to bottom, from which a small network sees where it looks."""
-    across = Image.linear_gradient("L").rotate(90).resize((width, height))
-    down = Image.linear_gradient("L").resize((width, height))
-    return Image.merge("RGB", (across, Image.new("L", (width, height), 128), down))
+    size = (width, height)
+    gradient = Image.linear_gradient("L")
+    red = gradient.rotate(90).resize(size)
+    green = Image.new("L", size, 128)
+    blue = gradient.resize(size)
+    return Image.merge("RGB", (red, green, blue))
 
 
 _NAMES = {("K" if name == "black" else name[0]): name for name in COLOURS}

@@ -49,17 +49,18 @@ class ScreenOfButtons(Environment):
         return self
 
     def tasks(self, split: Split, index: int) -> Task:
-        drawn = (self._draw(Random(f"{split} {index} {attempt}")) for attempt in range(MAX_ATTEMPTS))
-        found = next((one for one in drawn if split_of("".join(one[1])) == split), None)
-        if found is None:
+        for attempt in range(MAX_ATTEMPTS):
+            colour, rows = self._draw(Random(f"{split} {index} {attempt}"))
+            if split_of("".join(rows)) == split:
+                break
+        else:
             raise ValueError(
                 f"the settings allow too few screens, so the split {split} has no screen: increase "
                 "columns, rows or others"
             )
-        colour, rows = found
         screen = Screen(rows)
         instruction = f"Press all {colour} buttons."
-        places = [place for place, found in screen.buttons.items() if found == colour]
+        places = [place for place, painted in screen.buttons.items() if painted == colour]
         return Task(
             f"screen-{split}-{index}",
             "screen",
@@ -91,25 +92,30 @@ class ScreenOfButtons(Environment):
     def demonstrate(self, index: int) -> Demonstration:
         task = self.tasks("train", index)
         screen = Screen(task.metadata["rows"])
-        shown = as_parts([task.metadata["instruction"]], screen.draw())
-        messages: list[dict[str, Any]] = [{"role": "user", "content": shown}]
-        for number, at in enumerate(task.answer.split("; ")):
-            function = {"name": "click", "arguments": {"at": at}}
-            call = {"id": f"call_{number}", "type": "function", "function": function}
+        question = as_parts([task.metadata["instruction"]], screen.draw())
+        messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+        for number, pixel in enumerate(task.answer.split("; ")):
+            call_id = f"call_{number}"
+            function = {"name": "click", "arguments": {"at": pixel}}
+            call = {"id": call_id, "type": "function", "function": function}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            _click(screen, at)
-            shown = as_parts([], screen.draw())
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": shown})
+            _click(screen, pixel)
+            result = as_parts([], screen.draw())
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
+        # the session ends with the last click
         return Demonstration(messages[:-1], [_tool(str).schema])
 
     def _draw(self, random: Random) -> tuple[str, list[str]]:
         """A colour, and a screen with buttons of it."""
         colour = random.choice(self.named)
-        others = [other for other in COLOURS if other != colour]
-        places: list[Place] = [(column, row) for row in range(self.rows) for column in range(self.columns)]
+        other_colours = [other for other in COLOURS if other != colour]
+        places: list[Place] = []
+        for row in range(self.rows):
+            places += [(column, row) for column in range(self.columns)]
         chosen = random.sample(places, self.targets + self.others)
-        colours = [colour] * self.targets + random.choices(others, k=self.others)
-        return colour, write_rows(dict(zip(chosen, colours, strict=True)), self.columns, self.rows)
+        colours = [colour] * self.targets + random.choices(other_colours, k=self.others)
+        buttons = dict(zip(chosen, colours, strict=True))
+        return colour, write_rows(buttons, self.columns, self.rows)
 
 
 def _tool(click: Callable[..., Any]) -> Tool:

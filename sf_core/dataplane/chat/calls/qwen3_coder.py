@@ -28,30 +28,45 @@ _ARGUMENT = re.compile(r"<parameter=([^<>]+)>(.*?)(?:</parameter>\s*|(?=<paramet
 
 def _split(tools: list[Tool]) -> CallSplitter:
     def read(text: str, is_whole: bool) -> Found | None:
-        start = len(CALL_START) if text.startswith(CALL_START) else 0
-        if start and (end := text.find(CALL_END)) >= 0:
+        is_tagged = text.startswith(CALL_START)
+        start = len(CALL_START) if is_tagged else 0
+        end = text.find(CALL_END if is_tagged else _END)
+        if end >= 0 and is_tagged:
             return Found(end + len(CALL_END), _read_all(text[start:end], tools))
-        if not start and (end := text.find(_END)) >= 0:
-            end += len(_END)
-            rest = text[end:].lstrip()
-            if CALL_END.startswith(rest) and rest != CALL_END and not is_whole:
-                return None
-            if rest.startswith(CALL_END):
-                return Found(len(text) - len(rest) + len(CALL_END), _read_all(text[:end], tools))
-            return Found(end, _read_all(text[:end], tools))
+        if end >= 0:
+            return _read_untagged(text, end + len(_END), is_whole, tools)
         if not is_whole:
             return None
-        return Found(len(text), _read_all(text[start : len(text) - overlap(text, CALL_END)], tools))
+        # the answer may end inside the closing tag
+        end = len(text) - overlap(text, CALL_END)
+        return Found(len(text), _read_all(text[start:end], tools))
 
     return MarkedCalls(read, CALL_START, _START)
+
+
+def _read_untagged(text: str, end: int, is_whole: bool, tools: list[Tool]) -> Found | None:
+    """A call without its opening tag, up to `end`; the closing tag may follow."""
+    rest = text[end:].lstrip()
+    if rest.startswith(CALL_END):
+        behind = len(text) - len(rest) + len(CALL_END)
+        return Found(behind, _read_all(text[:end], tools))
+    if CALL_END.startswith(rest) and not is_whole:
+        return None
+    return Found(end, _read_all(text[:end], tools))
 
 
 def _read_all(text: str, tools: list[Tool]) -> list[ToolCall] | None:
     """The calls of a text that consists of them."""
     *texts, rest = text.split(_END)
-    calls = [_read(one.strip().removeprefix(CALL_START).lstrip(), tools) for one in texts]
-    found = [call for call in calls if call is not None]
-    return found if found and len(found) == len(calls) and not rest.strip() else None
+    if not texts or rest.strip():
+        return None
+    calls: list[ToolCall] = []
+    for written in texts:
+        call = _read(written.strip().removeprefix(CALL_START).lstrip(), tools)
+        if call is None:
+            return None
+        calls.append(call)
+    return calls
 
 
 def _read(text: str, tools: list[Tool]) -> ToolCall | None:

@@ -39,7 +39,9 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return {"string"}
     named = schema.get("type") or []
-    types = {kind for kind in ([named] if isinstance(named, str) else named) if isinstance(kind, str)}
+    if isinstance(named, str):
+        named = [named]
+    types = {name for name in named if isinstance(name, str)}
     types |= {_JSON_TYPES[type(value)] for value in schema.get("enum") or () if type(value) in _JSON_TYPES}
     for choice in ("anyOf", "oneOf", "allOf"):
         types = types.union(*map(_types, schema.get(choice) or ()))

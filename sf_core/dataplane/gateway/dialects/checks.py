@@ -146,8 +146,10 @@ def parse_arguments(arguments: Any, left_out: LeftOut) -> dict[str, Any]:
 def function_tool(given: dict[str, Any]) -> Tool:
     """A function as vLLM shows it to a chat template: without other fields, and with null for absent ones."""
     function = {name: given.get(name) for name in ("name", "description", "parameters")}
-    more = {name: given[name] for name in ("strict", "defer_loading") if given.get(name) is not None}
-    return {"type": "function", "function": function | more}
+    for name in ("strict", "defer_loading"):
+        if given.get(name) is not None:
+            function[name] = given[name]
+    return {"type": "function", "function": function}
 
 
 def parse_stop(body: Body, name: str = "stop") -> list[str]:
@@ -263,9 +265,13 @@ def _inner_schema(given: Body, name: str) -> Schema:
 
 def asks_strictness(body: Body) -> bool:
     """Whether calls of some tool must follow its schema, which nobody here sees to."""
-    tools = [tool for tool in body.get("tools") or () if isinstance(tool, dict)]
-    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
-    return any(tool.get("strict") for tool in [*tools, *functions])
+    for tool in body.get("tools") or ():
+        if not isinstance(tool, dict):
+            continue
+        function = tool.get("function")
+        if tool.get("strict") or (isinstance(function, dict) and function.get("strict")):
+            return True
+    return False
 
 
 def template_options(body: Body, effort: Any = None) -> dict[str, Any]:

@@ -297,13 +297,22 @@ def _answer(parts: list[Placed], num_before: int, left_out: LeftOut) -> Message:
         answer["reasoning_content"] = "".join(thoughts)
     calls: list[dict[str, Any]] = []
     for part, where in parts:
-        if (made := part.get("function_call")) is not None:
-            if not isinstance(made.get("name"), str):
-                raise WrongField(where, f"{where}.function_call must have a name")
-            arguments = parse_arguments(made.get("args"), left_out)
-            call_id = get(made, "id", (str,), "") or f"call_{num_before}.{len(calls)}"
-            calls.append(tool_call(call_id, made["name"], arguments))
-    return answer | ({"tool_calls": calls} if calls else {})
+        made = part.get("function_call")
+        if made is not None:
+            own_id = f"call_{num_before}.{len(calls)}"
+            calls.append(_call(made, where, own_id, left_out))
+    if calls:
+        answer["tool_calls"] = calls
+    return answer
+
+
+def _call(made: dict[str, Any], where: str, own_id: str, left_out: LeftOut) -> dict[str, Any]:
+    """A call in canonical form; `own_id` is its id if the request gives none."""
+    if not isinstance(made.get("name"), str):
+        raise WrongField(where, f"{where}.function_call must have a name")
+    arguments = parse_arguments(made.get("args"), left_out)
+    call_id = get(made, "id", (str,), "") or own_id
+    return tool_call(call_id, made["name"], arguments)
 
 
 _Numbered = tuple[int, dict[str, Any]]
@@ -316,9 +325,9 @@ class _OpenCalls:
     def __init__(self, calls: list[dict[str, Any]]) -> None:
         self._by_id: dict[str, deque[_Numbered]] = defaultdict(deque)
         self._by_name: dict[str, deque[_Numbered]] = defaultdict(deque)
-        for numbered in enumerate(calls):
-            self._by_id[numbered[1]["id"]].append(numbered)
-            self._by_name[numbered[1]["function"]["name"]].append(numbered)
+        for place, call in enumerate(calls):
+            self._by_id[call["id"]].append((place, call))
+            self._by_name[call["function"]["name"]].append((place, call))
         self._taken: set[int] = set()
 
     def take(self, name: Any, call_id: str) -> dict[str, Any] | None:

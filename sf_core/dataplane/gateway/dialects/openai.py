@@ -49,7 +49,8 @@ class ChoicesReply:
     def __init__(self, reply_id: str, body: Body) -> None:
         self._head = {"id": reply_id, "created": int(time.time()), "model": body["model"]}
         self._num_samples = body.get("n") or 1
-        self._include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        stream_options = body.get("stream_options") or {}
+        self._include_usage = bool(stream_options.get("include_usage"))
 
     def end(self, answers: list[Answer]) -> bytes:
         if not self._include_usage:
@@ -76,9 +77,7 @@ def read_choice(body: Body, tools: list[Tool], named: Any) -> tuple[ToolChoice, 
     parallel = get(body, "parallel_tool_calls", (bool,), True)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = get(choice, "allowed_tools", (dict,), choice)  # Responses has its fields beside the type
-        entries = get(allowed, "tools", (list,), [])
-        functions = [entry.get("function", entry) if isinstance(entry, dict) else None for entry in entries]
-        names = [function.get("name") if isinstance(function, dict) else None for function in functions]
+        names = [_name_of_function(tool) for tool in get(allowed, "tools", (list,), [])]
         tools = pick_tools(tools, names, "tool_choice")
         choice = get(allowed, "mode", (str,), "auto")
     if isinstance(choice, dict) and isinstance(named, str):
@@ -86,6 +85,12 @@ def read_choice(body: Body, tools: list[Tool], named: Any) -> tuple[ToolChoice, 
     if choice not in ("auto", "none", "required"):
         raise WrongField("tool_choice", 'tool_choice must be "auto", "none", "required" or name a function')
     return check_choice(ToolChoice(choice, None, parallel), tools), tools
+
+
+def _name_of_function(tool: Any) -> Any:
+    """Name of the function of an allowed tool, as sent; None if it names none."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def logprob_entries(entries: list[TokenLogprob]) -> list[dict[str, Any]]:

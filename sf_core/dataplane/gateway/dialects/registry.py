@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 from starlette.routing import compile_path
@@ -60,12 +59,18 @@ def dialect_of(scope: Scope) -> Dialect:
     """The dialect whose lists and errors the client understands: that of the path, else that of its headers,
     else the first of the API."""
     below = _below(scope["path"])
-    sent = {name for name, _ in scope["headers"]}
-    by_path = (dialect for pattern, dialect in [*_ANSWERING, *_COUNTING] if pattern.match(below))
-    by_header = (dialect for dialect in DIALECTS if dialect.header in sent)
+    for pattern, dialect in [*_ANSWERING, *_COUNTING]:
+        if pattern.match(below):
+            return dialect
+    headers = {name for name, _ in scope["headers"]}
+    for dialect in DIALECTS:
+        if dialect.header in headers:
+            return dialect
     apis = tuple(api for api in APIS if below.startswith(api))
-    by_api = (dialect for dialect in DIALECTS for path in dialect.paths if path.startswith(apis))
-    return next(itertools.chain(by_path, by_header, by_api), DIALECTS[0])
+    for dialect in DIALECTS:
+        if any(path.startswith(apis) for path in dialect.paths):
+            return dialect
+    return DIALECTS[0]
 
 
 def _below(path: str) -> str:

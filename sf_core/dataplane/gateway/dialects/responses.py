@@ -175,11 +175,14 @@ def _parse_input(items: Any, session: Session, left_out: LeftOut) -> list[Messag
 
 
 def _check_text(messages: list[Message]) -> None:
-    texts = (text for message in messages for text in (message["content"], message.get("reasoning_content")))
-    num_characters = sum(len(text if isinstance(text, str) else join_texts(text)) for text in texts if text)
+    num_characters = 0
+    for message in messages:
+        for text in (message["content"], message.get("reasoning_content")):
+            if text:
+                num_characters += len(text if isinstance(text, str) else join_texts(text))
     if num_characters > MAX_RECALLED:
-        told = f"the items that input refers to must have at most {MAX_RECALLED} characters together"
-        raise WrongField("input", f"{told}, got {num_characters}: refer to each item once")
+        rule = f"the items that input refers to must have at most {MAX_RECALLED} characters together"
+        raise WrongField("input", f"{rule}, got {num_characters}: refer to each item once")
 
 
 def _recall(messages: list[Message], known: set[str], item_id: Any, session: Session, where: str) -> None:
@@ -236,15 +239,18 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str, left
     if role not in ("system", "developer", "user", "assistant"):
         raise WrongField(where, f"{where}.role must be system, developer, user or assistant, got {role!r}")
     content = read_content(item.get("content"), f"{where}.content", left_out if role == "user" else None)
+    is_answer = role == "assistant"
     last = messages[-1] if messages else {}
-    if role == "assistant" and last.get("role") == role and not last["content"]:
+    if is_answer and last.get("role") == role and not last["content"]:
         last["content"] = content
-    elif role == "assistant" and last.get("tool_calls"):
+    elif is_answer and last.get("tool_calls"):
         # text after an unanswered call belongs to the same answer
         last.setdefault(_MORE, []).append(join_texts(content))
     else:
-        named = {"name": item["name"]} if isinstance(item.get("name"), str) else {}
-        messages.append({"role": role, "content": content} | named)
+        message: Message = {"role": role, "content": content}
+        if isinstance(item.get("name"), str):
+            message["name"] = item["name"]
+        messages.append(message)
 
 
 def _join_texts(message: Message) -> None:

@@ -137,8 +137,8 @@ class DialectTests:
         for answer in self._answers():
             [whole] = self.hear(self._reply({}).whole([answer]))
             assert (whole.text, whole.reasoning) == (answer.content, answer.reasoning)
-            called = [(call.call_id, call.name, msgspec.json.decode(call.arguments)) for call in answer.calls]
-            assert [tuple(call) for call in whole.calls] == called
+            made = [(call.call_id, call.name, msgspec.json.decode(call.arguments)) for call in answer.calls]
+            assert [tuple(call) for call in whole.calls] == made
             assert whole.end == self.ends[answer.finish_reason]
             assert whole.usage == (NUM_PROMPT_TOKENS, NUM_SAMPLED_TOKENS)
             for size in (1, 3, 1000):
@@ -176,9 +176,13 @@ class DialectTests:
         [whole] = self.hear(self._reply(self.with_logprobs).whole([answer]))
         assert list(whole.logprobs) == [-0.0, -0.5, -1.0]
         reply = self._reply({**self.with_logprobs, "stream": True})
-        pieces = [reply.piece(0, Pieces([token.text] if token.text else [], [token])) for token in sampled]
-        streamed = reply.start(NUM_PROMPT_TOKENS) + b"".join(pieces)
-        [heard] = self.hear_stream(streamed + reply.end_turn(0, answer) + reply.end([answer]))
+        streamed = reply.start(NUM_PROMPT_TOKENS)
+        for token in sampled:
+            texts: list[Event] = [token.text] if token.text else []
+            streamed += reply.piece(0, Pieces(texts, [token]))
+        streamed += reply.end_turn(0, answer)
+        streamed += reply.end([answer])
+        [heard] = self.hear_stream(streamed)
         assert heard == whole
 
     def test_an_answer_sent_back_is_the_recorded_message(self) -> None:
@@ -205,11 +209,15 @@ class DialectTests:
     def test_policies_that_see_are_shown_pictures(self) -> None:
         for change in self.show("QUJD"):
             [request] = self.dialect.parse({**self.request, **change}, Session("s"), True)
+            assert not request.left_out.kinds
             [picture] = request.left_out.pictures
-            assert picture.data == "QUJD" and picture.where and not request.left_out.kinds
+            assert picture.data == "QUJD"
+            assert picture.where
             [shown] = [message for message in request.messages if list_pictures([message])]
-            assert shown["content"] == [{"type": "text", "text": "look"}, {"type": IMAGE}]
-            assert shown["content"][1] is picture.part
+            text, image = shown["content"]
+            assert text == {"type": "text", "text": "look"}
+            assert image == {"type": IMAGE}
+            assert image is picture.part
 
     def test_others_are_told_that_something_is_left_out(self) -> None:
         said, *results = self.show("QUJD") or [{}]
@@ -275,11 +283,14 @@ def _answer(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> A
 def _stream(reply: Reply, answers: list[Answer], size: int) -> bytes:
     """The bytes of a stream in which texts come in pieces of `size` characters, answers in turns."""
     sent = [reply.start(NUM_PROMPT_TOKENS)]
-    for events in zip_longest(*(_cut_answer(answer, size) for answer in answers)):
-        pieces = [(i, Pieces([event], None)) for i, event in enumerate(events) if event is not None]
-        sent += [reply.piece(*piece) for piece in pieces]
+    cut_answers = [_cut_answer(answer, size) for answer in answers]
+    for events in zip_longest(*cut_answers):
+        for i, event in enumerate(events):
+            if event is not None:
+                sent.append(reply.piece(i, Pieces([event], None)))
     sent += [reply.end_turn(i, answer) for i, answer in enumerate(answers)]
-    return b"".join([*sent, reply.end(answers)])
+    sent.append(reply.end(answers))
+    return b"".join(sent)
 
 
 def _cut_answer(answer: Answer, size: int) -> list[Event]:
