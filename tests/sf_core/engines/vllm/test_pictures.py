@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import uuid
@@ -134,8 +133,8 @@ class TestPictures(ServingTests):
             assert len(self.fake.bodies) == 0
 
 
-def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
-    fake: FakeVllm, versions: Path, monkeypatch: pytest.MonkeyPatch
+async def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
+    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = f"memory://{uuid.uuid4().hex}/media"
     shown = [store(remote, 1, wide) for wide in range(1, 5)]
@@ -154,15 +153,15 @@ def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
         finally:
             await client.close()
 
-    assert asyncio.run(ask(*shown))[0].pictures
+    assert (await ask(*shown))[0].pictures
     assert len(list_files(seen.folder)) == len(shown)
     monkeypatch.setattr(module, "_MOST_COPIES_BYTES", 1)
-    assert asyncio.run(ask(store(remote, 2, 2)))[0].pictures
+    assert (await ask(store(remote, 2, 2)))[0].pictures
     assert len(list_files(seen.folder)) == 1
     write_atomic(media_file(remote, broken.sha256), b"broken")
     for picture, sentence in ((broken, "does not have the SHA-256 in its name"), (missing, "is missing")):
         with pytest.raises(RequestRefusedError, match=sentence):
-            asyncio.run(ask(picture))
+            await ask(picture)
 
 
 def test_a_server_that_shows_pictures_has_a_tokenizer_and_reads_files_of_their_folder_alone() -> None:
