@@ -1,6 +1,6 @@
 """A template of Python processes: it imports modules once and forks a process for each request. Only the
 start of such a process differs from that of another: it has streams, an environment, a folder, arguments,
-signals and an exit code of its own."""
+signals and an exit code of its own; its sys.path is the template's, with its folder first."""
 
 from __future__ import annotations
 
