@@ -30,6 +30,10 @@ TOGETHER = {
         "sf_core/environments/repositories/test_patches",
         "sf_core/environments/repositories/test_repositories",
     ),
+    # they import Megatron Core, which takes seconds
+    "megatron": tuple(f"sf_core/training/megatron/test_{name}" for name in ("backend", "megatron_model")),
+    # they read one site, which takes a while to build
+    "the site": ("docs/test_pictures", "docs/test_site"),
     # they read one run, which takes a minute or two to train
     "the quickstart": ("e2e/test_data", "e2e/test_object_store", "e2e/test_quickstart"),
     # they use one Prefect server

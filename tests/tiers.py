@@ -20,6 +20,12 @@ TIERS = {
     "system": "system and not nightly and not gpu",
     "smoke": "not nightly and not gpu",
 }
+LEFT_OUT = {
+    "fast": ["tests/e2e", "tests/gpu", "tests/bad_input/test_openapi_nightly.py"],
+    "system": ["tests/gpu", "tests/bad_input/test_openapi_nightly.py"],
+    "smoke": [],
+}
+"""Folders and files without a test of the tier, which each process would import for nothing."""
 PROCESSES = 3
 """One more than two cores: tests also wait for what they started."""
 _PROJECT = Path("pyproject.toml")
@@ -33,7 +39,14 @@ def main(tier: str) -> int:
     # sets of strings have the same order on every machine
     os.environ["PYTHONHASHSEED"] = "0"
     began = time.monotonic()
-    pytest = [sys.executable, "-m", "pytest", "-m", TIERS[tier]]
+    pytest = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        TIERS[tier],
+        *(f"--ignore={path}" for path in LEFT_OUT[tier]),
+    ]
     if tier == "smoke":
         pytest += tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["tool"]["seamlessflow"]["smoke"]
     beside = ["--numprocesses", str(PROCESSES), "--dist", "loadgroup", "--no-loadscope-reorder"]

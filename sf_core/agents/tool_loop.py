@@ -9,12 +9,13 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from typing import TYPE_CHECKING, Any
 
 from sf_core.types import Endpoint
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types.chat import ChatCompletionMessage
 
 Content = str | list[dict[str, Any]]
 """The content of a message: one text, or a list of parts, each a text or a picture."""
@@ -106,6 +107,8 @@ async def _ask(
 
     The SDK's `create` first walks the body by its types, which takes a third of a request's CPU and changes
     nothing in a body of plain values; so the body is posted as it is."""
+    from openai.types.chat import ChatCompletion  # costs 0.9 s; only a process that asks a model pays it
+
     body = {"model": model, "messages": messages}
     if tools:
         body["tools"] = [tool.schema for tool in tools]

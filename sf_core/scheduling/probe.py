@@ -9,16 +9,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from sf_core.config.devices import Device
 from sf_core.models.projections import fastest
+
+if TYPE_CHECKING:
+    from sf_core.config.devices import Device
 
 
 def measure_device(device: str, *, threads: int, seconds: float = 1.0) -> Device:
     """Best of as many runs of each as fit into `seconds`, since disturbances only slow a run;
     float32 on `threads` threads of the "cpu", bfloat16 on "cuda:N". Raises ValueError if that cannot be."""
+    from sf_core.config.devices import Device  # not for products, which each plan measures in a process
+
     on_cpu = device == "cpu"
     torch.set_num_threads(threads)
     if not on_cpu and not torch.cuda.is_available():

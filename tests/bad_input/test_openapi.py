@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
@@ -18,11 +16,10 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
-from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.openapi import make_document
 from sf_core.dataplane.gateway.dialects.registry import AGENTS_PATH
-from tests.bench.dataplane.planes import ServedPlane, answering, attended, operator_headers, running_app
+from tests.bench.dataplane.planes import ServedPlane, operator_headers
 from tests.bench.refusals import check_sentence
 from tests.patience import patience
 
@@ -34,22 +31,6 @@ CHECKS = [
 ]
 API = schemathesis.openapi.from_dict(make_document(make_app("key").routes))
 API.config.phases.coverage.enabled = False
-WIDE = schemathesis.openapi.from_dict(make_document(make_app("key").routes))
-
-
-@pytest.fixture(scope="module")
-def served(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
-) -> Iterator[tuple[ServedPlane, str]]:
-    """A data plane and a session of its run `run`, which has an engine; flows command the run `other`."""
-    with (
-        running_app(grace_s=0.1) as url,
-        attended(url, tmp_path_factory.mktemp("api"), model_dir) as plane,
-    ):
-        plane.register(session_timeout_s=600.0, max_tokens=8)
-        plane.connect(answering(renderer, "the sum is 42."), tokens_per_step=8)
-        plane.register(run_id="other", run_dir=str(plane.run_dir / "other"), served_model="other")
-        yield plane, plane.post("/sessions", {"run_id": "run"})["session_id"]
 
 
 def test_every_control_route_is_described_and_nothing_else(served: tuple[ServedPlane, str]) -> None:
@@ -74,15 +55,6 @@ def test_every_control_route_is_described_and_nothing_else(served: tuple[ServedP
     suppress_health_check=list(HealthCheck),
 )
 def test_answers_are_as_described(case: schemathesis.Case, served: tuple[ServedPlane, str]) -> None:
-    check(case, *served)
-
-
-@pytest.mark.nightly
-@WIDE.parametrize()
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_answers_are_as_described_for_many_more_requests(
-    case: schemathesis.Case, served: tuple[ServedPlane, str]
-) -> None:
     check(case, *served)
 
 

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import psutil
 
+from tests.bench.forks import running
+
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """No data plane started by this process can write to any file."""
-    children = psutil.Process().children(recursive=True)
-    # what other tests have killed may not have been asked for yet
-    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    processes = [child for child in alive if "dataplane" in child.cmdline()]
+    """No data plane of `running_process` can write to any file."""
+    processes = [psutil.Process(fork.pid) for fork in running("dataplane")]
     assert processes
     for process in processes:
         process.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))

@@ -8,8 +8,6 @@ import dataclasses
 import functools
 import json
 import math
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -38,6 +36,7 @@ from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, GenerationRequest
 from tests.bench.dataplane.specs import SPEC, changed, make_tool
+from tests.bench.forks import Fork
 from tests.patience import join, patience, wait_until
 
 
@@ -55,6 +54,15 @@ class _Quick:
 uvicorn.server.asyncio = _Quick()  # type: ignore[attr-defined]
 
 Script = Callable[[list[int], int], list[int]]
+PRELOADED = (
+    "sf_core.cli.main",
+    "sf_core.dataplane.server",
+    "uvicorn.loops.uvloop",
+    "uvicorn.lifespan.on",
+    "uvicorn.protocols.websockets.websockets_sansio_impl",
+)
+"""Modules that `sf dataplane` needs."""
+
 BUDGET = 300
 """Most tokens of a turn in `converse`."""
 
@@ -282,8 +290,8 @@ def serving(
 def running_process(port_file: Path, port: int, *options: str, module: str = "sf_core") -> Iterator[str]:
     """Serve from a process of its own, which is killed at the end; yields its URL."""
     port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", module, "dataplane", "--port", str(port), "--port-file", str(port_file)]
-    with subprocess.Popen([*command, *options]) as process:
+    words = ("dataplane", "--port", str(port), "--port-file", str(port_file), *options)
+    with Fork(PRELOADED, module, *words) as process:
         try:
             wait_until(port_file.exists)
             yield f"http://127.0.0.1:{port_file.read_text(encoding='utf-8')}"

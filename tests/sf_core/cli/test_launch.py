@@ -103,7 +103,7 @@ def test_runs_of_one_name_at_several_places_are_used_at_the_same_time(
             configure(run, train={"iterations": 3}, storage={"root": root})
             Path(run.local_dir).mkdir(parents=True, exist_ok=True)
             held.enter_context(hold(run))
-            code, output = sf("resume", run.uri)
+            code, output = sf("resume", run.uri, "--skip-try")
             assert (code, "run r is in use by another command" in output) == (1, True), output
 
 

@@ -11,10 +11,14 @@ from sf_core.environments.calculator import CALCULATOR, evaluate
 from sf_core.environments.quickstart import ENVIRONMENTS, Quickstart
 from sf_core.environments.registry import parts_of, tasks_of
 from sf_core.environments.testing import EnvironmentTests
+from sf_core.types import Task
 
 ENVIRONMENT = Quickstart()
-HELD_OUT = [ENVIRONMENT.tasks("holdout", index) for index in range(1000)]
-TRAINING = [ENVIRONMENT.tasks("train", index) for index in range(2000)]
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[Task]:
+    return [ENVIRONMENT.tasks("holdout", index) for index in range(1000)]
 
 
 class TestContract(EnvironmentTests):
@@ -29,8 +33,8 @@ class TestContractOfEachKind(EnvironmentTests):
         self.reward = ENVIRONMENTS[name].score
 
 
-def test_both_kinds_come_in_equal_parts() -> None:
-    kinds = [task.environment for task in HELD_OUT]
+def test_both_kinds_come_in_equal_parts(held_out: list[Task]) -> None:
+    kinds = [task.environment for task in held_out]
     assert kinds.count("spell_backward") == kinds.count("calculator") == 500
 
 
@@ -52,8 +56,9 @@ def test_a_part_that_there_is_not_is_named() -> None:
         Quickstart(parts=("calculator",)).task("train", 0, "code")
 
 
-def test_training_and_held_out_prompts_are_disjoint() -> None:
-    assert not {task.prompt for task in TRAINING} & {task.prompt for task in HELD_OUT}
+def test_training_and_held_out_prompts_are_disjoint(held_out: list[Task]) -> None:
+    training = {ENVIRONMENT.tasks("train", index).prompt for index in range(2000)}
+    assert not training & {task.prompt for task in held_out}
 
 
 def test_another_process_gets_the_same_tasks() -> None:
@@ -68,17 +73,17 @@ def test_another_process_gets_the_same_tasks() -> None:
     assert json.loads(printed) == json.loads(json.dumps(here))
 
 
-def test_the_true_answer_earns_full_reward() -> None:
-    assert all(ENVIRONMENT.reward(task, task.answer) == {"answer": 1.0} for task in HELD_OUT[:50])
+def test_the_true_answer_earns_full_reward(held_out: list[Task]) -> None:
+    assert all(ENVIRONMENT.reward(task, task.answer) == {"answer": 1.0} for task in held_out[:50])
 
 
-def test_a_wrong_answer_earns_less() -> None:
-    assert all(ENVIRONMENT.reward(task, task.answer + "x")["answer"] < 1.0 for task in HELD_OUT[:50])
-    assert all(ENVIRONMENT.reward(task, "")["answer"] == 0.0 for task in HELD_OUT[:50])
+def test_a_wrong_answer_earns_less(held_out: list[Task]) -> None:
+    assert all(ENVIRONMENT.reward(task, task.answer + "x")["answer"] < 1.0 for task in held_out[:50])
+    assert all(ENVIRONMENT.reward(task, "")["answer"] == 0.0 for task in held_out[:50])
 
 
 def test_a_demonstration_calls_the_tool_and_repeats_its_result() -> None:
-    task = TRAINING[1]
+    task = ENVIRONMENT.tasks("train", 1)
     demonstration = ENVIRONMENT.demonstrate(1)
     call = demonstration.messages[1]["tool_calls"][0]["function"]
     assert call == {"name": "calc", "arguments": {"expression": task.metadata["expression"]}}

@@ -11,23 +11,22 @@ import pytest
 
 from sf_core.config.yaml_file import builtin_configs
 from storage.run_directory import RunDirectory
+from tests.bench.forks import run_fork
 from tests.bench.runs import configure
 
-SF = "from sf_core.cli.main import main; main()"
 ROOT = Path(__file__).parents[4]
+PRELOADED = ("sf_core.cli.main",)
 
 
-def complete(folder: Path, line: str, code: str = SF) -> list[str]:
+def protocol_of(line: str) -> dict[str, str]:
+    """Variables with which bash asks for the words that complete this line."""
+    number = len(line.split(" ")) - 1
+    return {"_SF_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(number)}
+
+
+def complete(folder: Path, line: str) -> list[str]:
     """What bash is offered for the last word of the line. Checks that nothing goes wrong on the way."""
-    words = line.split(" ")
-    protocol = {"_SF_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **protocol},
-        capture_output=True,
-        encoding="utf-8",
-    )
+    done = run_fork(PRELOADED, "sf_core", folder=folder, variables=protocol_of(line))
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -76,22 +75,30 @@ def test_nothing_goes_wrong_with_a_strange_line(tmp_path: Path, line: str) -> No
 
 
 def test_completion_loads_neither_torch_nor_the_storage(tmp_path: Path) -> None:
+    heavy = ("torch", "transformers", "pyarrow", "prefect", "distributed", "fsspec")
     watched = (
         "import sys, atexit\n"
-        "heavy = ('torch', 'transformers', 'pyarrow', 'prefect', 'distributed', 'fsspec')\n"
-        "atexit.register(lambda: print(*[name for name in heavy if name in sys.modules]))\n"
+        f"atexit.register(lambda: print(*[name for name in {heavy} if name in sys.modules]))\n"
+        "from sf_core.cli.main import main; main()"
     )
-    for line in ("sf train gspo --set train.", "sf inspect s3://b/x --"):
-        offered = complete(tmp_path, line, watched + SF)
-        assert not {"torch", "transformers", "pyarrow", "prefect", "distributed", "fsspec"} & {*offered}, line
+    for line, expected in (
+        ("sf train gspo --set train.", "train.learning_rate="),
+        ("sf inspect s3://b/x --", "--json"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", watched],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **protocol_of(line)},
+            capture_output=True,
+            encoding="utf-8",
+        )
+        offered = done.stdout.split()
+        assert (done.stderr, expected in offered, {*heavy} & {*offered}) == ("", True, set()), line
 
 
 @pytest.mark.parametrize("shell", ["bash", "fish"])
 def test_the_script_for_a_shell_is_printed(shell: str) -> None:
-    code = f"import sys; sys.argv = ['sf', '--show-completion', '{shell}']; {SF}"
-    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, encoding="utf-8"
-    )
+    undetected = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = run_fork(PRELOADED, "sf_core", "--show-completion", shell, variables=undetected)
     assert (done.returncode, done.stderr) == (0, "")
     assert "_SF_COMPLETE=complete_" in done.stdout

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,8 +30,9 @@ from sf_core.engines.drivers.spans import BUSY_GAP_S, MAX_SPAN_S, Spans
 from sf_core.engines.protocol import Engine, EngineLostError, WeightsRefusedError
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, WeightsRef
-from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app, say
+from tests.bench.dataplane.planes import PRELOADED, ServedPlane, operator_client, running_app, say
 from tests.bench.engines.self_running import SelfRunningEngine
+from tests.bench.forks import Fork
 from tests.bench.proxies import SilentProxy
 from tests.patience import join, patience, wait_until
 from tests.properties import examples
@@ -191,8 +190,8 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
             failures.append(str(error))
 
     port_file = tmp_path / "port"
-    command = [sys.executable, "-m", "sf_core", "dataplane", "--port", "0", "--port-file", str(port_file)]
-    with subprocess.Popen(command) as process:
+    words = ("dataplane", "--port", "0", "--port-file", str(port_file))
+    with Fork(PRELOADED, "sf_core", *words) as process:
         wait_until(port_file.exists)
         url = f"http://127.0.0.1:{port_file.read_text(encoding='utf-8')}"
         plane = ServedPlane(url, operator_client(url), tmp_path, model_dir)

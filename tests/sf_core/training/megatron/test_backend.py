@@ -7,7 +7,6 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.models.builtin import make_policy
 from sf_core.recipes.losses import LossConfig
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.megatron.backend import MegatronBackend
 from sf_core.training.testing import TrainerTests
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.run_directory import RunDirectory
@@ -18,6 +17,8 @@ from tests.bench.training.batches import grouped_rows, make_batch
 class TestContract(TrainerTests):
     @pytest.fixture(autouse=True, params=["float32", "bfloat16"])
     def _in(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+        from sf_core.training.megatron.backend import MegatronBackend  # takes seconds
+
         self.backend = MegatronBackend(WorkerDevice())
         self.directory = RunDirectory(str(tmp_path / "run"))
         policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": request.param}

@@ -11,7 +11,6 @@ import torch
 
 from sf_core.config import TrainConfig
 from sf_core.training.megatron.limits import check_shape
-from sf_core.training.megatron.megatron_model import MegatronModel
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from tests.bench.training.batches import grouped_rows, make_batch
 from tests.bench.training.gang import Member, Try
@@ -77,6 +76,8 @@ class TestContractOfFourRanks(MegatronTests):
 
 def listening(folder: str, ranks: Ranks) -> tuple[set[str], int]:
     """The addresses on which this process listens while it has its part of a model, and how many ports."""
+    from sf_core.training.megatron.megatron_model import MegatronModel  # takes seconds
+
     config = TrainConfig.model_validate({"backend": "megatron", "workers": 2} | CUT_LAYERS)
     # else it is gone, and nothing listens any more
     _model = MegatronModel(folder, ranks, config)
@@ -101,6 +102,8 @@ def test_ranks_listen_on_the_address_of_their_worker_and_nowhere_else(tmp_path: 
 
 
 def test_an_architecture_that_it_does_not_know_is_refused(tmp_path: Path) -> None:
+    from sf_core.training.megatron.megatron_model import MegatronModel
+
     with pytest.raises(ValueError, match=r"the policy's model_type is gpt2: use train\.backend torch$"):
         MegatronModel(saved(gpt2, tmp_path), SingleRank(), TrainConfig())
 
