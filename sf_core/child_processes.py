@@ -231,7 +231,8 @@ def family() -> tuple[list[int], list[int]]:
             found.append(child)
             with suppress(OSError), open(f"/proc/{child}/cmdline", "rb") as file:
                 last_word = file.read().rstrip(b"\0").rpartition(b"\0")[2]
-                (trackers if not last_word or _TRACKER.fullmatch(last_word) else others).append(child)
+                is_tracker = not last_word or _TRACKER.fullmatch(last_word)
+                (trackers if is_tracker else others).append(child)
     return trackers, others
 
 

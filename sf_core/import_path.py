@@ -47,13 +47,17 @@ def module_environment() -> dict[str, str]:
     """The variables of this process for a process of `python_module`, which imports the same copy of our
     packages as this one. Folders that hide them leave PYTHONPATH; `import_from` finds the user's modules in
     the current folder and in those of PYTHONPATH."""
-    here = os.getcwd()
-    given = [os.path.abspath(f) for f in _split_path(os.environ.get("PYTHONPATH"))]
-    ours = [folder for folder in (here, *given) if Path(folder).resolve() == ROOT]
-    others = [folder for folder in given if not any(PathFinder.find_spec(name, [folder]) for name in NAMES)]
-    path = os.pathsep.join(dict.fromkeys([*ours, *others]))
-    modules = os.pathsep.join(user_folders() or dict.fromkeys([here, *given]))
-    return {**os.environ, "PYTHONPATH": path, "SF_MODULES": modules}
+    current = os.getcwd()
+    given = [os.path.abspath(folder) for folder in _split_path(os.environ.get("PYTHONPATH"))]
+    ours = [folder for folder in (current, *given) if Path(folder).resolve() == ROOT]
+    others = [folder for folder in given if not _has_our_names(folder)]
+    path = dict.fromkeys([*ours, *others])
+    modules = user_folders() or dict.fromkeys([current, *given])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SF_MODULES": os.pathsep.join(modules)}
+
+
+def _has_our_names(folder: str) -> bool:
+    return any(PathFinder.find_spec(name, [folder]) for name in NAMES)
 
 
 def is_another_copy(folder: Path) -> bool:

@@ -53,10 +53,11 @@ class FileLock:
 
     def tell(self, **facts: Any) -> None:
         """Write who holds the lock; without effect on a full disk."""
-        told = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), **facts}
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), **facts}
+        content = json.dumps(holder).encode()
         with suppress(OSError):
             self._file.truncate(0)
-            os.pwrite(self._file.fileno(), json.dumps(told).encode(), 0)
+            os.pwrite(self._file.fileno(), content, 0)
 
     def close(self) -> None:
         self._file.close()

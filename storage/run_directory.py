@@ -125,11 +125,18 @@ class RunDirectory:
 
     def list_partitions(self, kind: str) -> dict[int, list[str]]:
         """Parquet files by iteration or policy version, in order, for a kind that no manifest names."""
-        matches = (re.search(r"/iteration=(\d+)$", uri) for uri in files.list_folders(self.path(kind)))
-        folders = {int(match[1]): match.string for match in matches if match is not None}
-        found = {number: files.list_files(folders[number]) for number in sorted(folders)}
-        # a folder exists before its first file does
-        return {number: uris for number, uris in found.items() if uris}
+        folders: dict[int, str] = {}
+        for folder in files.list_folders(self.path(kind)):
+            match = re.search(r"/iteration=(\d+)$", folder)
+            if match is not None:
+                folders[int(match[1])] = folder
+        partitions: dict[int, list[str]] = {}
+        for number in sorted(folders):
+            uris = files.list_files(folders[number])
+            # a folder exists before its first file does
+            if uris:
+                partitions[number] = uris
+        return partitions
 
     def metrics_file(self, kind: str, iteration: int) -> str:
         return self.path("metrics", kind, f"iteration={iteration}.parquet")
@@ -179,10 +186,12 @@ class RunDirectory:
         # by hours: a long run with many devices has too many parts to list all of them each time
         folder = self.path("timeline")
         hours = [hour for hour in files.list_folders(folder) if hour.rpartition("/")[2] >= _hour(since)]
-        found = [uri for part in (folder, *hours) for uri in files.list_files(part)]
-        matches = (re.search(r"\.(\d+)\.json$", uri) for uri in found)
-        uris = [match.string for match in matches if match is not None and int(match[1]) >= since * 1e6]
-        return {uri: files.read_bytes(uri) for uri in uris}
+        parts: dict[str, bytes] = {}
+        for uri in itertools.chain.from_iterable(map(files.list_files, [folder, *hours])):
+            match = re.search(r"\.(\d+)\.json$", uri)
+            if match is not None and int(match[1]) >= since * 1e6:
+                parts[uri] = files.read_bytes(uri)
+        return parts
 
     @property
     def trace_file(self) -> str:
@@ -304,7 +313,8 @@ class RunDirectory:
     def newest_attempt_file(self) -> str:
         """File of the newest attempt; of the first one if none has begun."""
         uris = files.list_files(self.path("attempts"))
-        numbers = [int(name) for name in (uri.rsplit("/", 1)[-1] for uri in uris) if name.isdecimal()]
+        names = [uri.rsplit("/", 1)[-1] for uri in uris]
+        numbers = [int(name) for name in names if name.isdecimal()]
         return self._attempt_file(max(numbers, default=1))
 
     def _attempt_file(self, attempt: int) -> str:
@@ -323,8 +333,9 @@ class RunDirectory:
         """Remove Parquet parts of attempts that died before they committed: readers of the folder that ignore
         the manifest would count their rows twice."""
         named = {self.path(ref.uri) for ref in manifest.outputs}
-        partitions = {uri.rsplit("/", 1)[0] for uri in named if "/iteration=" in uri.rsplit("/", 1)[0]}
-        for uri in itertools.chain.from_iterable(map(files.list_files, sorted(partitions))):
+        folders = {uri.rsplit("/", 1)[0] for uri in named}
+        partitions = sorted(folder for folder in folders if "/iteration=" in folder)
+        for uri in itertools.chain.from_iterable(map(files.list_files, partitions)):
             if uri not in named:
                 files.remove(uri)
 

@@ -91,10 +91,14 @@ def start_child(
 
 
 def _environment(flow_run_id: UUID, share: tuple[str, ...] | None) -> Mapping[str, str]:
-    # what Prefect tells one flow process: the flow run of the parent, and how its worker reaches it
-    ours = {name: value for name, value in module_environment().items() if not name.startswith("PREFECT__")}
-    ours |= {FLOW_RUN: str(flow_run_id), "SF_STARTED_AT": str(time.time())}
-    return ours if share is None else {**ours, "SF_WORKERS": ",".join(share)}
+    variables = {FLOW_RUN: str(flow_run_id), "SF_STARTED_AT": str(time.time())}
+    if share is not None:
+        variables["SF_WORKERS"] = ",".join(share)
+    for name, value in module_environment().items():
+        # what Prefect tells one flow process: the flow run of the parent, and how its worker reaches it
+        if not name.startswith("PREFECT__"):
+            variables.setdefault(name, value)
+    return variables
 
 
 def failure_of(child: Child) -> tuple[str, bool]:

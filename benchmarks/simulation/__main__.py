@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.simulation.bubbles import measured_work
 from benchmarks.simulation.comparison import MeasuredLengths, comparison
-from benchmarks.simulation.simulator import Failures
+from benchmarks.simulation.device import Failures
 from benchmarks.simulation.variants import TOOLS, Devices, Lognormal, lognormal_for
 from sf_core.cli.terminal import console, fail
 from sf_core.config.yaml_file import load_config

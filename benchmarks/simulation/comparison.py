@@ -7,8 +7,9 @@ from collections import Counter
 from rich.table import Table
 
 from benchmarks.simulation.bubbles import Work, expected_bubble
+from benchmarks.simulation.device import Failures
 from benchmarks.simulation.fleet import Turn
-from benchmarks.simulation.simulator import Failures, Turns
+from benchmarks.simulation.simulator import Turns
 from benchmarks.simulation.variants import (
     VARIANTS,
     Devices,

@@ -1,4 +1,4 @@
-"""A device of a simulated run."""
+"""A device of a simulated run, and how devices fail."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Literal
 from benchmarks.emulation.device_model import DeviceModel
 from benchmarks.simulation.fleet import SimulatedEngine
 from sf_core.scheduling.lending import LendingGate
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Devices die at random moments and come back."""
+
+    mean_between_s: float
+    """Mean time between failures of one device, in seconds of the clock."""
+    repair_s: float
 
 
 @dataclass(eq=False, slots=True)

@@ -12,12 +12,11 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from benchmarks.emulation.device_model import DeviceModel
 from benchmarks.simulation.clock import EventClock, Process, Signal
-from benchmarks.simulation.device import SimulatedDevice
+from benchmarks.simulation.device import Failures, SimulatedDevice
 from benchmarks.simulation.fleet import Fleet, SimulatedSession, Turn
 from benchmarks.simulation.idle import Causes, causes_of_engines
 from benchmarks.simulation.outcome import Simulated, SimulatedIteration
@@ -38,15 +37,6 @@ Turns = Callable[[int, int], Sequence[Turn]]
 
 LOOK_AGAIN_S = 0.25
 """How often a batch with enough groups is checked for being ready."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """Devices die at random moments and come back."""
-
-    mean_between_s: float
-    """Mean time between failures of one device, in seconds of the clock."""
-    repair_s: float
 
 
 def simulate(

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.simulation.device import Failures
 from benchmarks.simulation.fleet import Turn
 from benchmarks.simulation.idle import added_up
 from benchmarks.simulation.outcome import Simulated
 from benchmarks.simulation.overheads import Overheads
-from benchmarks.simulation.simulator import Failures, Turns, simulate
+from benchmarks.simulation.simulator import Turns, simulate
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device, find_device
 from sf_core.config.pipelines import PipelineName

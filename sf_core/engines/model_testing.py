@@ -57,8 +57,10 @@ class ModelEngineTests(EngineTests):
     def test_a_sequence_ends_at_the_end_of_the_context(self) -> None:
         with self.serve() as engine:
             prompt = [5 + i % 40 for i in range(self.context_length - 9)]
-            chunks = sample(engine, replace(self.request("r"), prompt_ids=prompt, max_tokens=100))
-            assert (len(ids_of(chunks)), chunks[-1].finish_reason) == (9, FinishReason.LENGTH)
+            request = replace(self.request("r"), prompt_ids=prompt, max_tokens=100)
+            chunks = sample(engine, request)
+            assert len(ids_of(chunks)) == 9
+            assert chunks[-1].finish_reason == FinishReason.LENGTH
 
     def test_requests_that_cannot_be_done_are_refused_at_once(self) -> None:
         request = self.request("r")

@@ -249,15 +249,21 @@ def _fuse_factors(
     def low_rank(rows: Mapping[str, int], norm: torch.Tensor | None = None) -> LowRank | None:
         """What is added to linear layers that read the same input and are fused to one. `rows`: the width out
         of each, by its name; that of a layer alone is not needed."""
-        downs, ups = ([get(f"{name}.{factor}") for name in rows] for factor in (DOWN, UP))
-        if not (present := [down for down in downs if down is not None]):
+        downs = [down for name in rows if (down := get(f"{name}.{DOWN}")) is not None]
+        if not downs:
             return None
-        blocks = [
-            present[0].new_zeros(num, 0) if up is None else _pair(spec, up) if name in _ROTATED else up
-            for (name, num), up in zip(rows.items(), ups, strict=True)
-        ]
-        down = torch.cat(present)
-        return LowRank(down if norm is None else down * norm, torch.block_diag(*blocks) * scale)
+        ups = []
+        for name, width_out in rows.items():
+            up = get(f"{name}.{UP}")
+            if up is None:
+                up = downs[0].new_zeros(width_out, 0)
+            elif name in _ROTATED:
+                up = _pair(spec, up)
+            ups.append(up)
+        down = torch.cat(downs)
+        if norm is not None:
+            down = down * norm
+        return LowRank(down, torch.block_diag(*ups) * scale)
 
     width = spec.head_dim
     inner = (get(f"mlp.{name}_proj.{UP}") for name in ("gate", "up"))
@@ -278,15 +284,20 @@ _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 def _pair(spec: DecoderSpec, rows: torch.Tensor) -> torch.Tensor:
     """Rows [heads * head_dim, ...], or a vector of them, with the two of each rotary pair next to each
     other."""
-    neighbours = torch.arange(spec.head_dim, device=rows.device).view(2, -1).t().flatten()
-    return rows.unflatten(0, (-1, spec.head_dim))[:, neighbours].flatten(0, 1)
+    # a pair is an element of the first half of a head and the same one of the second half
+    halves = torch.arange(spec.head_dim, device=rows.device).view(2, -1)
+    paired = halves.t().flatten()
+    heads = rows.unflatten(0, (-1, spec.head_dim))
+    return heads[:, paired].flatten(0, 1)
 
 
 def rotations(spec: DecoderSpec, positions: torch.Tensor) -> torch.Tensor:
     """Complex [N, 1, head_dim / 2] for positions [N], or for times, rows and columns [N, 3]."""
-    turning = positions.unsqueeze(1) if positions.dim() == 1 else positions[:, spec.axes]
-    angles = turning.float() * spec.inv_freq.to(positions.device)
-    return torch.polar(torch.full_like(angles, spec.rope_scaling), angles).unsqueeze(1)
+    # one for all rotary pairs, or for each pair that on its axis
+    pair_positions = positions.unsqueeze(1) if positions.dim() == 1 else positions[:, spec.axes]
+    angles = pair_positions.float() * spec.inv_freq.to(positions.device)
+    radii = torch.full_like(angles, spec.rope_scaling)
+    return torch.polar(radii, angles).unsqueeze(1)
 
 
 def _rotate(qk: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

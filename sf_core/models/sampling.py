@@ -37,7 +37,8 @@ def sample(
         lowest = cutoff(logits, np.where(greedy, 1, top_p), np.where(greedy, 0, top_k))
         logits = logits.masked_fill(logits < lowest, -torch.inf)
     highest = logits.amax(dim=-1, keepdim=True)
-    tokens, total = _draw((logits - highest).exp_(), torch.from_numpy(uniforms).to(logits.device))
+    weights = (logits - highest).exp_()
+    tokens, total = _draw(weights, torch.from_numpy(uniforms).to(logits.device))
     if greedy.any():
         best = logits.argmax(dim=-1, keepdim=True)
         tokens = torch.where(_column(greedy, logits).bool(), best, tokens)
@@ -54,11 +55,12 @@ def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, 
     target = uniforms.unsqueeze(1) * total
     # clamped, because in a row of NaN nothing is found
     block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
-    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    within = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1).double().cumsum(1)
+    sum_before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    in_block = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1)
+    sums_in_block = in_block.double().cumsum(1)
     # the block was summed in float32: what is left may be more than it holds
-    rest = torch.minimum(target - before, within[:, -1:] * (1 - 1e-15))
-    tokens = block * _BLOCK + torch.searchsorted(within, rest, right=True)
+    rest = torch.minimum(target - sum_before, sums_in_block[:, -1:] * (1 - 1e-15))
+    tokens = block * _BLOCK + torch.searchsorted(sums_in_block, rest, right=True)
     return tokens.clamp_(max=weights.shape[1] - 1), total
 
 
@@ -66,15 +68,16 @@ def cutoff(
     logits: torch.Tensor, top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]
 ) -> torch.Tensor:
     """Smallest logit [B, 1] that stays in the support."""
+    vocab_size = logits.shape[1]
     ranked = logits.sort(dim=-1, descending=True).values
-    num_kept = _column(
-        np.where(top_k > 0, np.minimum(top_k, logits.shape[1]), logits.shape[1]), logits
-    ).long()
-    rank = torch.arange(logits.shape[1], device=logits.device)
+    by_top_k = np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size)
+    num_kept = _column(by_top_k, logits).long()
+    rank = torch.arange(vocab_size, device=logits.device)
     probs = ranked.masked_fill(rank >= num_kept, -torch.inf).softmax(dim=-1)
     # A token stays if those before it have not reached top_p; the best one always does.
     reached = probs.cumsum(dim=-1, dtype=torch.float64) - probs >= _column(top_p, logits)
-    num_kept = torch.minimum(num_kept, (~reached).sum(dim=-1, keepdim=True).clamp(min=1))
+    by_top_p = (~reached).sum(dim=-1, keepdim=True).clamp(min=1)
+    num_kept = torch.minimum(num_kept, by_top_p)
     return ranked.gather(1, num_kept - 1)
 
 

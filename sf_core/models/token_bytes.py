@@ -77,5 +77,8 @@ def byte_of_character() -> dict[str, int]:
     """Byte-level vocabularies write every byte as one printable character (Radford et al. 2019): itself, or
     one that is counted up from 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    bytes_of = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    for code, byte in enumerate(others, 256):
+        bytes_of[chr(code)] = byte
+    return bytes_of

@@ -35,9 +35,14 @@ class Placeholder:
         return mended
 
     def _is_joined(self, value: Any) -> bool:
-        texts = [] if isinstance(value, str) else list(_texts(value, names=False))
-        may_be = any(text.rstrip().endswith(self._begins) for text in texts[:-1])
-        return may_be and self.text in "".join("".join(texts).split())
+        if isinstance(value, str):
+            return False
+        texts = list(_texts(value, names=False))
+        # to join them takes longer, and few texts end like this
+        if not any(text.rstrip().endswith(self._begins) for text in texts[:-1]):
+            return False
+        without_space = "".join("".join(texts).split())
+        return self.text in without_space
 
 
 def _texts(value: Any, *, names: bool = True) -> Iterator[str]:
@@ -47,19 +52,19 @@ def _texts(value: Any, *, names: bool = True) -> Iterator[str]:
     elif isinstance(value, dict):
         if names:
             yield from value
-        for name, one in value.items():
+        for name, part in value.items():
             if name not in _UNSHOWN:
-                yield from _texts(one, names=names)
+                yield from _texts(part, names=names)
     elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one, names=names)
+        for part in value:
+            yield from _texts(part, names=names)
 
 
 def _replace(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {change(name): _replace(one, change) for name, one in value.items()}
+        return {change(name): _replace(part, change) for name, part in value.items()}
     if isinstance(value, list):
-        return [_replace(one, change) for one in value]
+        return [_replace(part, change) for part in value]
     return value

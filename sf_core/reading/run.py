@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,15 @@ class Run:
         The other columns are the metrics of evaluations, each as double, for example `reward_NAME` for the
         environment NAME.
         """
-        seen = RunView(self._run)
-        sets = (one for one in seen.iter_session_sets() if one.kind == "evaluates version")
-        found = [manifest for one in sets if (manifest := seen.manifest(one.number, "evaluate")) is not None]
-        rows = [_figures(one) | {"version": one.iteration} for one in found]
-        return self._with_metrics(rows, EVALUATIONS, "evaluation", [row["version"] for row in rows])
+        view = RunView(self._run)
+        rows = []
+        for sessions in view.iter_session_sets():
+            if sessions.kind == "evaluates version":
+                manifest = view.manifest(sessions.number, "evaluate")
+                assert manifest is not None
+                rows.append(_figures(manifest) | {"version": manifest.iteration})
+        versions = [row["version"] for row in rows]
+        return self._with_metrics(rows, EVALUATIONS, "evaluation", versions)
 
     def sessions(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Read the committed sessions: training sessions, held-out sessions, and sessions that an agent
@@ -216,14 +221,16 @@ class Run:
     ) -> pa.Table:
         """The rows, with the metrics of those whose number is in `measured`."""
         key = schema.names[0]
-        uris = {number: self._run.metrics_file(kind, number) for number in measured}
-        metrics = {
-            number: _over_steps(read_metrics(uri)) for number, uri in uris.items() if files.exists(uri)
-        }
-        names = dict.fromkeys(name for row in metrics.values() for name in row if name not in schema.names)
-        fields = [pa.field(name, pa.float64()) for name in names]
+        metrics: dict[int, dict[str, float | None]] = {}
+        names: dict[str, None] = {}
+        for number in measured:
+            uri = self._run.metrics_file(kind, number)
+            if files.exists(uri):
+                metrics[number] = _over_steps(read_metrics(uri))
+                names |= dict.fromkeys(metrics[number])
+        added = [pa.field(name, pa.float64()) for name in names if name not in schema.names]
         whole = [{**metrics.get(row[key], {}), **row} for row in rows]
-        return pa.Table.from_pylist(whole, schema=pa.schema([*schema, *fields]))
+        return pa.Table.from_pylist(whole, schema=pa.schema([*schema, *added]))
 
 
 def open_run(uri: str | Path) -> Run:
@@ -269,9 +276,20 @@ def _discarded(iteration: int, group_id: str, reason: str, outcome: dict[str, An
 
 def _over_steps(rows: list[dict[str, float]]) -> dict[str, float | None]:
     """One value of each metric for all optimiser steps: the maximum of `_max`, else the mean."""
-    names = dict.fromkeys(name for row in rows for name in row if name not in ("iteration", "step"))
-    found = {name: [value for row in rows if (value := row.get(name)) is not None] for name in names}
-    return {
-        name: (max(values) if name.endswith("_max") else math.fsum(values) / len(values)) if values else None
-        for name, values in found.items()
-    }
+    values_of: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            values = values_of[name]
+            if value is not None:
+                values.append(value)
+    merged: dict[str, float | None] = {}
+    for name, values in values_of.items():
+        if name in ("iteration", "step"):
+            continue
+        if not values:
+            merged[name] = None
+        elif name.endswith("_max"):
+            merged[name] = max(values)
+        else:
+            merged[name] = math.fsum(values) / len(values)
+    return merged

@@ -101,25 +101,28 @@ def groups_of(found: SessionSet) -> pa.Table:
         [*(("reward", how) for how in ("mean", "min", "max", "count")), ("tokens", "sum")]
     )
     named = sums.rename_columns({"reward_count": "sessions", "tokens_sum": "tokens"})
-    return named.append_column("verdict", pa.array(["sealed"] * len(named))).select(GROUPS.names).cast(GROUPS)
+    judged = named.append_column("verdict", pa.array(["sealed"] * len(named)))
+    return judged.select(GROUPS.names).cast(GROUPS)
 
 
 def turns_of(branches: Sequence[Trajectory], decode: Decode) -> pa.Table:
     """One row per turn of each branch, in order."""
-    found = [(row, number, turn) for row in branches for number, turn in enumerate(row.turns)]
+    found: list[tuple[Trajectory, int, TurnSpan]] = []
+    for branch in branches:
+        found += [(branch, number, turn) for number, turn in enumerate(branch.turns)]
 
     def cut(name: str) -> list[npt.NDArray[Any]]:
-        return [getattr(row, name)[turn.start : turn.end] for row, _, turn in found]
+        return [getattr(branch, name)[turn.start : turn.end] for branch, _, turn in found]
 
     ids = cut("token_ids")
     versions = cut("policy_versions")
     not_sampled = [row == NOT_SAMPLED for row in versions]
     values: dict[str, Any] = {
-        "branch_id": [row.branch_id for row, _, _ in found],
+        "branch_id": [branch.branch_id for branch, _, _ in found],
         "turn": [number for _, number, _ in found],
-        "repeated": [turn.end <= row.shared_prefix for row, _, turn in found],
+        "repeated": [turn.end <= branch.shared_prefix for branch, _, turn in found],
         "text": [decode(row.tolist()) for row in ids],
-        "tokens": [[decode([one]) for one in row.tolist()] for row in ids],
+        "tokens": [[decode([token_id]) for token_id in row.tolist()] for row in ids],
         "token_ids": list_array(ids, np.int32),
         "logprobs": list_array(cut("logprobs"), np.float32, not_sampled),
         "policy_versions": list_array(versions, np.int32, not_sampled),
@@ -132,18 +135,21 @@ def turns_of(branches: Sequence[Trajectory], decode: Decode) -> pa.Table:
 def _count_new(rows: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Answers and tokens that were sampled in each branch, without those that it shares with its parent."""
     shared = rows["shared_prefix"].to_numpy()
-    turns, versions = (rows[name].combine_chunks() for name in ("turns", "policy_versions"))
-    of_turn, of_token = (pc.list_parent_indices(lists).to_numpy() for lists in (turns, versions))
-    flat = turns.flatten()
-    answered = pc.is_valid(pc.struct_field(flat, "engine")).to_numpy(zero_copy_only=False)
-    answered &= pc.struct_field(flat, "end").to_numpy() > shared[of_turn]
-    starts = np.cumsum(versions.value_lengths().to_numpy()) - versions.value_lengths().to_numpy()
-    sampled = pc.is_valid(versions.flatten()).to_numpy(zero_copy_only=False)
-    sampled &= np.arange(len(of_token)) - starts[of_token] >= shared[of_token]
-    return (
-        np.bincount(of_turn[answered], minlength=len(rows)),
-        np.bincount(of_token[sampled], minlength=len(rows)),
-    )
+    turns = rows["turns"].combine_chunks()
+    row_of_turn = pc.list_parent_indices(turns).to_numpy()
+    flat_turns = turns.flatten()
+    is_answer = pc.is_valid(pc.struct_field(flat_turns, "engine")).to_numpy(zero_copy_only=False)
+    is_own_turn = pc.struct_field(flat_turns, "end").to_numpy() > shared[row_of_turn]
+    versions = rows["policy_versions"].combine_chunks()
+    row_of_token = pc.list_parent_indices(versions).to_numpy()
+    lengths = versions.value_lengths().to_numpy()
+    row_starts = np.cumsum(lengths) - lengths
+    positions = np.arange(len(row_of_token)) - row_starts[row_of_token]
+    is_sampled = pc.is_valid(versions.flatten()).to_numpy(zero_copy_only=False)
+    is_own_token = positions >= shared[row_of_token]
+    answers = np.bincount(row_of_turn[is_answer & is_own_turn], minlength=len(rows))
+    tokens = np.bincount(row_of_token[is_sampled & is_own_token], minlength=len(rows))
+    return answers, tokens
 
 
 def _schema(columns: Sequence[str]) -> pa.Schema:

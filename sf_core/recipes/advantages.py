@@ -9,7 +9,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from sf_core.recipes.rewards import are_equal
-from sf_core.recipes.samples import Component, Samples, Score, Values
+from sf_core.recipes.samples import Component, Samples, Score, Turns, Values
 from sf_core.settings import Reference, load_object, or_kind
 
 EPSILON = 1e-6
@@ -122,21 +122,26 @@ class TwoLevel(Advantage):
     def __call__(self, samples: Samples) -> Values:
         turns = samples.turns
         masks = samples.masks
+        returns = self._returns(turns)
+        spans = list(zip(turns.rows, map(slice, turns.starts, turns.ends), strict=True))
+        # a turn that several rows hold is trained in one of them, and counts once
+        counts = np.array([masks[row][tokens].any() for row, tokens in spans], np.bool_)
+        labels = np.stack([samples.groups[samples.sessions[turns.rows]], turns.steps])
+        peers = np.unique(labels[:, counts], axis=1, return_inverse=True)[1].reshape(-1)
+        scores = np.zeros(len(returns))
+        scores[counts] = standard(returns[counts], peers, 1)
+        advantages = [row.copy() for row in Grpo()(samples)]
+        for (row, tokens), score in zip(spans, scores, strict=True):
+            added = np.where(masks[row][tokens], np.float32(self.omega * score), 0)
+            advantages[row][tokens] += added
+        return advantages
+
+    def _returns(self, turns: Turns) -> npt.NDArray[np.float64]:
         returns = turns.rewards.copy()
         for turn in range(len(returns) - 2, -1, -1):
             if turns.rows[turn] == turns.rows[turn + 1]:
                 returns[turn] += self.gamma * returns[turn + 1]
-        places = list(zip(turns.rows, map(slice, turns.starts, turns.ends), strict=True))
-        # a turn that several rows hold is trained in one of them, and counts once
-        own = np.array([masks[row][tokens].any() for row, tokens in places], np.bool_)
-        peers = samples.groups[samples.sessions[turns.rows]], turns.steps
-        codes = np.unique(np.stack(peers)[:, own], axis=1, return_inverse=True)[1].reshape(-1)
-        scores = np.zeros(len(returns))
-        scores[own] = standard(returns[own], codes, 1)
-        found = [row.copy() for row in Grpo()(samples)]
-        for (row, tokens), score in zip(places, scores, strict=True):
-            found[row][tokens] += np.where(masks[row][tokens], np.float32(self.omega * score), 0)
-        return found
+        return returns
 
 
 class Tree(Advantage):
@@ -149,9 +154,11 @@ class Tree(Advantage):
 
     def __call__(self, samples: Samples) -> Values:
         turns = samples.turns
-        steps = np.bincount(turns.rows, weights=turns.rewards, minlength=len(samples.masks))
-        scores = standard(samples.rewards[samples.sessions] + steps, samples.groups[samples.sessions], 1)
-        sums, counts = ([np.zeros(len(mask)) for mask in samples.masks] for _ in range(2))
+        of_turns = np.bincount(turns.rows, weights=turns.rewards, minlength=len(samples.masks))
+        rewards = samples.rewards[samples.sessions] + of_turns
+        scores = standard(rewards, samples.groups[samples.sessions], 1)
+        sums = [np.zeros(len(mask)) for mask in samples.masks]
+        counts = [np.zeros(len(mask)) for mask in samples.masks]
         for leaf, score in enumerate(scores):
             row = leaf
             reach = len(samples.masks[leaf])
@@ -159,8 +166,11 @@ class Tree(Advantage):
                 sums[row][:reach] += score
                 counts[row][:reach] += 1
                 row, reach = samples.parents[row], min(reach, samples.shared[row])
-        rows = zip(sums, counts, samples.masks, strict=True)
-        return [np.where(mask, s / np.maximum(n, 1), 0.0).astype(np.float32) for s, n, mask in rows]
+        advantages = []
+        for score_sum, count, mask in zip(sums, counts, samples.masks, strict=True):
+            mean = score_sum / np.maximum(count, 1)
+            advantages.append(np.where(mask, mean, 0.0).astype(np.float32))
+        return advantages
 
 
 class Pair(Advantage):
@@ -282,7 +292,8 @@ AnyAdvantage = Annotated[
 def scale_to_batch(values: Values, samples: Samples) -> Values:
     """Less the mean over all trained tokens, and over their standard deviation; 0 where none is trained."""
     tokens = samples.select_trained(values)
-    mean, scale = (tokens.mean(), deviation(tokens, 1) + EPSILON) if tokens.size else (0.0, 1.0)
+    mean = tokens.mean() if tokens.size else 0.0
+    scale = deviation(tokens, 1) + EPSILON if tokens.size else 1.0
     return [
         np.where(mask, (row - mean) / scale, 0.0).astype(np.float32)
         for row, mask in zip(values, samples.masks, strict=True)
@@ -292,7 +303,9 @@ def scale_to_batch(values: Values, samples: Samples) -> Values:
 def centre(values: npt.NDArray[np.float64], sets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Each value minus the mean of its set, which is told by its number; exactly 0 where the two differ by
     rounding only, which must not be scaled up."""
-    mean = (np.bincount(sets, weights=values) / np.maximum(np.bincount(sets), 1))[sets]
+    sizes = np.maximum(np.bincount(sets), 1)
+    means = np.bincount(sets, weights=values) / sizes
+    mean = means[sets]
     is_mean = are_equal(np.minimum(values, mean), np.maximum(values, mean))
     return np.where(is_mean, 0.0, values - mean)
 
@@ -318,7 +331,9 @@ def check_values(values: Values, samples: Samples, source: str) -> Values:
     rows = [np.asarray(row, dtype=np.float32) for row in values]
     if [row.shape for row in rows] != [mask.shape for mask in samples.masks]:
         raise ValueError(f"{source}: expected one number per token for each of {len(samples.masks)} rows")
+    checked = []
     for number, (row, mask) in enumerate(zip(rows, samples.masks, strict=True)):
         if not np.isfinite(row[mask]).all():
             raise ValueError(f"{source}: the number for a trained token of row {number} is not finite")
-    return [np.where(mask, row, np.float32(0)) for row, mask in zip(rows, samples.masks, strict=True)]
+        checked.append(np.where(mask, row, np.float32(0)))
+    return checked

@@ -326,23 +326,27 @@ class _Book:
             free = np.flatnonzero(~self.busy)
             free = free[_some(random, len(free))]
         indices = free if len(free) else some
-        return int(indices[self._utilities(random, self.counts[indices]).argmax()]), len(free) > 0
+        utilities = self._utilities(random, self.counts[indices])
+        return int(indices[utilities.argmax()]), len(free) > 0
 
     def _utilities(
         self, random: np.random.Generator, counts: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
         """Utilities [N] of tasks with these counts [N, 2, 2]."""
         if self.rules.utility == "progress":
-            p = random.beta(1 + counts[:, 1, 0], 1 + counts[:, 1, 1])
-            # what has been sampled once has no older half
-            is_known = counts[:, 0, 0] + counts[:, 0, 1] > 0
-            older = counts[is_known, 0]
+            newer = counts[:, 1]
+            p = random.beta(1 + newer[:, 0], 1 + newer[:, 1])
             utility = p * (1 - p)
-            utility[is_known] = np.abs(p[is_known] - random.beta(1 + older[:, 0], 1 + older[:, 1]))
+            # what has been sampled once has no older half
+            has_older = counts[:, 0, 0] + counts[:, 0, 1] > 0
+            older = counts[has_older, 0]
+            p_before = random.beta(1 + older[:, 0], 1 + older[:, 1])
+            utility[has_older] = np.abs(p[has_older] - p_before)
             return utility
         right, wrong = (1 + counts[:, 0] + counts[:, 1]).T
         p = random.beta(right, wrong)
-        return p * (1 - p) ** (2 if self.rules.utility == "hard" else 1)
+        exponent = 2 if self.rules.utility == "hard" else 1
+        return p * (1 - p) ** exponent
 
 
 def _num_right(scores: Iterable[float], success: Success) -> int:
@@ -362,7 +366,8 @@ def _draw_source(random: np.random.Generator, stages: Sequence[Stage], batch: in
     if stage is None:
         return ""
     names, bounds = _bounds(tuple(sorted(stage.shares.items())))
-    return names[min(bisect_right(bounds, random.random() * bounds[-1]), len(names) - 1)]
+    drawn = bisect_right(bounds, random.random() * bounds[-1])
+    return names[min(drawn, len(names) - 1)]
 
 
 @lru_cache(maxsize=64)

@@ -23,11 +23,13 @@ def majority(task: Task, answers: list[Any]) -> list[float] | None:
     [1.0, 1.0, 0.0, 0.0]
     >>> majority(Task("t", "e", "2+2?"), ["4", "5"])
     """
-    told = [_comparable(answer) for answer in answers]
-    votes = Counter(each for each in told if each is not None).most_common(2)
-    if not votes or (len(votes) == 2 and votes[0][1] == votes[1][1]):
+    comparable = [_comparable(answer) for answer in answers]
+    ranked = Counter(answer for answer in comparable if answer is not None).most_common(2)
+    if not ranked:
         return None
-    return [float(each == votes[0][0]) for each in told]
+    winner, most_votes = ranked[0]
+    is_tie = any(votes == most_votes for _, votes in ranked[1:])
+    return None if is_tie else [float(answer == winner) for answer in comparable]
 
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.ASCII)

@@ -108,7 +108,9 @@ class SequenceClip(PolicyLoss):
 
     def __call__(self, tokens: Tokens) -> Tensor:
         mean = _row_mean(tokens.logprobs.detach() - tokens.old, tokens)
-        ratio = (mean + tokens.logprobs - tokens.logprobs.detach()).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+        # the value is the row's, the gradient is the token's
+        log_ratio = mean + tokens.logprobs - tokens.logprobs.detach()
+        ratio = log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
         clipped = ratio.clamp(1.0 - self.low, 1.0 + self.high)
         return -(ratio * tokens.advantages).minimum(clipped * tokens.advantages)
 
@@ -148,13 +150,18 @@ class M2po(PolicyLoss):
         return frozenset({"start"})
 
     def fit(self, log_ratios: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64]) -> PolicyLoss:
-        squares = np.sort(log_ratios[log_ratios * advantages > 0] ** 2)
+        can_clip = log_ratios[log_ratios * advantages > 0]
+        squares = np.sort(can_clip**2)
         means = np.cumsum(squares) / np.arange(1, squares.size + 1)
-        kept = int(np.searchsorted(means, self.budget, side="right"))
-        if kept == squares.size:
+        num_kept = int(np.searchsorted(means, self.budget, side="right"))
+        if num_kept == squares.size:
             return Clip(low=1.0, high=np.exp(MAX_LOG_RATIO), cap=None)
-        # between the last that stays and the first that is clipped: at one of them, rounding would decide
-        bound = float(np.sqrt(squares[kept - 1]) + np.sqrt(squares[kept])) / 2 if kept else 0.0
+        bound = 0.0
+        if num_kept:
+            # between the last that stays and the first that is clipped: at one of them, rounding would decide
+            last_kept = np.sqrt(squares[num_kept - 1])
+            first_clipped = np.sqrt(squares[num_kept])
+            bound = float(last_kept + first_clipped) / 2
         return Clip.model_construct(low=1.0 - np.exp(-bound), high=np.exp(bound) - 1.0, cap=None)
 
     def __call__(self, tokens: Tokens) -> Tensor:

@@ -96,9 +96,11 @@ class Samples:
 
     def session_sum(self, values: Values) -> npt.NDArray[np.float64]:
         """[S] sum over the trained tokens of each session's rows."""
-        pairs = zip(values, self.masks, strict=True)
-        sums = [float(row[mask].sum(dtype=np.float64)) for row, mask in pairs]
-        return np.bincount(self.sessions, sums, len(self.rewards)).astype(np.float64, copy=False)
+        row_sums = [
+            float(row[mask].sum(dtype=np.float64)) for row, mask in zip(values, self.masks, strict=True)
+        ]
+        sums = np.bincount(self.sessions, weights=row_sums, minlength=len(self.rewards))
+        return sums.astype(np.float64, copy=False)
 
     def select_trained(self, values: Values) -> npt.NDArray[np.float64]:
         """The values of all trained tokens of all rows, one behind the other."""

@@ -99,12 +99,13 @@ class EntropyConfidence(Weight):
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         surprise = [1 - np.exp(row) for row in samples.scores["start"]]
-        scores = zip(_standard(samples, samples.scores["entropy"]), _standard(samples, surprise), strict=True)
-        factors = [1 + self.strength * np.clip(a + b, -2, 2) for a, b in scores]
-        return ones(samples), [
-            (advantage * factor).astype(np.float32)
-            for advantage, factor in zip(advantages, factors, strict=True)
-        ]
+        of_entropy = _standard(samples, samples.scores["entropy"])
+        of_surprise = _standard(samples, surprise)
+        changed = []
+        for advantage, entropy_score, surprise_score in zip(advantages, of_entropy, of_surprise, strict=True):
+            factor = 1 + self.strength * np.clip(entropy_score + surprise_score, -2, 2)
+            changed.append((advantage * factor).astype(np.float32))
+        return ones(samples), changed
 
 
 class Gated(Weight):
@@ -124,12 +125,13 @@ class Gated(Weight):
         return frozenset({"values"})
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
-        found = []
-        for values, mask, own in zip(samples.scores["values"], samples.masks, advantages, strict=True):
+        changed = []
+        for values, mask, advantage in zip(samples.scores["values"], samples.masks, advantages, strict=True):
             rises = np.zeros(len(mask), np.float32)
             rises[np.flatnonzero(mask)[:-1]] = np.diff(values[mask])
-            found.append((own * (1 + np.tanh(self.strength * rises))).astype(np.float32))
-        return ones(samples), found
+            factor = 1 + np.tanh(self.strength * rises)
+            changed.append((advantage * factor).astype(np.float32))
+        return ones(samples), changed
 
 
 class CustomWeight(Weight):
@@ -169,9 +171,12 @@ def weigh(
     for weight in weights:
         more, advantages = weight(samples, advantages)
         factors = [a * b for a, b in zip(factors, more, strict=True)]
-    trained = zip(advantages, factors, samples.masks, strict=True)
-    kept = [(np.where(mask, a, 0), np.where(mask, w, 1)) for a, w, mask in trained]
-    return [a.astype(np.float32) for a, _ in kept], [w.astype(np.float32) for _, w in kept]
+    masked_advantages = []
+    masked_factors = []
+    for row_advantages, row_factors, mask in zip(advantages, factors, samples.masks, strict=True):
+        masked_advantages.append(np.where(mask, row_advantages, 0).astype(np.float32))
+        masked_factors.append(np.where(mask, row_factors, 1).astype(np.float32))
+    return masked_advantages, masked_factors
 
 
 def ones(samples: Samples) -> Values:
@@ -192,7 +197,8 @@ def _without(
 def _standard(samples: Samples, values: Values) -> Values:
     """Standard scores of the values among those of all trained tokens; 0 if all of these are equal."""
     tokens = samples.select_trained(values)
-    if not tokens.size or not (scale := np.float32(tokens.std())):
+    scale = np.float32(tokens.std()) if tokens.size else np.float32(0)
+    if not scale:
         return [np.zeros_like(row) for row in values]
     mean = np.float32(tokens.mean())
     return [(row - mean) / scale for row in values]

@@ -115,36 +115,49 @@ def find_spare_weights(
     """Versions that a run of these settings does not keep while the version after this one is published.
     `held` are those that engines have or load. Only for whoever works on the run."""
     keep = num_kept_weights(config.train, files.folder_bytes(run.weights_dir(published)))
-    if keep is None or not (old := _find_old_versions(run, published, keep)):
+    if keep is None:
+        return []
+    old = _find_old_versions(run, published, keep)
+    if not old:
         return []
     needed = _find_references(run, set(), published, config.train) | _find_measured(run) | {*held}
-    spare = (v for v in old if v not in needed and v % KEPT_EVERY and v % config.evaluate.every)
-    # settings of an earlier attempt may have had others evaluated
-    unseen = [version for version in spare if run.read_manifest(version, "evaluate") is None]
-    return _make_spares(run, [("weights", run.weights_dir(version)) for version in unseen])
+    spare = []
+    for version in old:
+        stays = version % KEPT_EVERY == 0 or version % config.evaluate.every == 0
+        # settings of an earlier attempt may have had others evaluated
+        if version not in needed and not stays and run.read_manifest(version, "evaluate") is None:
+            spare.append(("weights", run.weights_dir(version)))
+    return _make_spares(run, spare)
 
 
 def _find_measured(run: RunDirectory) -> set[int]:
     """Versions that were measured apart from the run."""
-    measured = (uri.rsplit("/", 1)[-1] for uri in files.list_folders(run.measured_dir))
-    return {int(found[1]) for name in measured if (found := re.match(r"v(\d+)-", name))}
+    names = [uri.rsplit("/", 1)[-1] for uri in files.list_folders(run.measured_dir)]
+    matches = [re.match(r"v(\d+)-", name) for name in names]
+    return {int(match[1]) for match in matches if match is not None}
 
 
 def _make_spares(run: RunDirectory, found: list[tuple[str, str]]) -> list[Spare]:
-    # the target of a link may belong to another run
-    own = [(kind, uri) for kind, uri in found if files.lies_in(uri, run.uri)]
-    sizes = [Spare(run, kind, uri, files.folder_bytes(uri)) for kind, uri in own]
-    return [spare for spare in sizes if spare.bytes]
+    spares = []
+    for kind, uri in found:
+        # the target of a link may belong to another run
+        num_bytes = files.folder_bytes(uri) if files.lies_in(uri, run.uri) else 0
+        if num_bytes:
+            spares.append(Spare(run, kind, uri, num_bytes))
+    return spares
 
 
 def _find_old_checkpoints(
     run: RunDirectory, trained: int, keep: int, keep_every: int | None
 ) -> list[tuple[str, str]]:
     versions = run.list_versions("checkpoints")
-    complete = [v for v in versions if v <= trained and has_checkpoint(run.checkpoint_dir(v))]
+    complete = [
+        version for version in versions if version <= trained and has_checkpoint(run.checkpoint_dir(version))
+    ]
     oldest_kept = complete[-keep:][0] if complete else 0
-    for_good = {v for v in complete if keep_every and v % keep_every == 0}
-    return [("checkpoints", run.checkpoint_dir(v)) for v in versions if v < oldest_kept and v not in for_good]
+    for_good = {version for version in complete if keep_every and version % keep_every == 0}
+    old = [version for version in versions if version < oldest_kept and version not in for_good]
+    return [("checkpoints", run.checkpoint_dir(version)) for version in old]
 
 
 def _find_old_versions(run: RunDirectory, published: int, keep: int) -> list[int]:

@@ -68,28 +68,34 @@ def draw_sweep(name: str, rows: Sequence[SweepRow], before: float | None) -> byt
     panels = {"reward": "held-out reward", "tokens": "tokens sampled", "seconds": "seconds"}
     lines = sum(1 + row.label.count("\n") for row in rows)
     figure, axes = _plots(1, 3, figsize=(11, 1.9 + 0.34 * lines + 0.2 * len(rows)), sharey=True)
-    for place, (key, title) in zip(axes, panels.items(), strict=True):
-        for at, row in enumerate(rows):
-            seeds = row.points.get(key, ())
-            # above the interval, whose mean would hide them
-            place.plot(seeds, [at - 0.16] * len(seeds), "o", mfc="none", mec=SEED, markersize=6, zorder=2)
-            if key in row.intervals:
-                place.plot(row.intervals[key], [at, at], "-", color=INK, linewidth=2, zorder=3)
-                place.plot(row.intervals[key], [at, at], "|", color=INK, markersize=11, mew=2, zorder=3)
-            if key in row.means:
-                place.plot([row.means[key]], [at], "D", color=INK, markersize=6, zorder=4)
+    for panel, (key, title) in zip(axes, panels.items(), strict=True):
+        for line, row in enumerate(rows):
+            _draw_measure(panel, line, row, key)
         if key == "reward" and before is not None:
-            place.axvline(before, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+            panel.axvline(before, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         if key == "tokens":
-            place.xaxis.set_major_formatter(_shortened)
-        place.set(xlabel=title, ylim=(len(rows) - 0.4, -0.6))
-        place.grid(axis="x", alpha=0.25)
-        place.spines[["top", "right", "left"]].set_visible(False)
-        place.tick_params(axis="y", length=0)
+            panel.xaxis.set_major_formatter(_shortened)
+        panel.set(xlabel=title, ylim=(len(rows) - 0.4, -0.6))
+        panel.grid(axis="x", alpha=0.25)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+        panel.tick_params(axis="y", length=0)
     axes[0].set(yticks=range(len(rows)), yticklabels=[row.label for row in rows])
     figure.suptitle(f"Sweep {name}: mean and 95 % interval (Student's t over seeds)", color=INK, fontsize=11)
     _sweep_legend(figure, before)
     return _png(figure)
+
+
+def _draw_measure(panel: Any, line: int, row: SweepRow, key: str) -> None:
+    """What the runs of one setting reached of one measure."""
+    seeds = row.points.get(key, ())
+    # above the interval, whose mean would hide them
+    panel.plot(seeds, [line - 0.16] * len(seeds), "o", mfc="none", mec=SEED, markersize=6, zorder=2)
+    if key in row.intervals:
+        interval = row.intervals[key]
+        panel.plot(interval, [line, line], "-", color=INK, linewidth=2, zorder=3)
+        panel.plot(interval, [line, line], "|", color=INK, markersize=11, mew=2, zorder=3)
+    if key in row.means:
+        panel.plot([row.means[key]], [line], "D", color=INK, markersize=6, zorder=4)
 
 
 def _shortened(value: float, _: object) -> str:
@@ -123,8 +129,12 @@ def draw_timeline(
     end = max((window[1] for window in iterations.values()), default=1.0)
     inside = [span for span in spans if span.end > start and span.start < end]
     devices = by_worker(inside)
+
+    def order(worker: str) -> tuple[bool, str]:
+        return any(span.tag == "train" for span in devices[worker]), worker
+
     # trainers below, so that rollout during training stands above them
-    workers = sorted(devices, key=lambda worker: (any(s.tag == "train" for s in devices[worker]), worker))
+    workers = sorted(devices, key=order)
     figure, axes = _plots(figsize=(12, 1.6 + 0.55 * max(1, len(workers))))
     _draw_devices(axes, workers, inside, start)
     for number, window in iterations.items():
@@ -139,7 +149,8 @@ def draw_timeline(
             fontsize=9,
             color=INK,
         )
-    labels = [f"{worker}   idle {idle_fraction(devices[worker], (start, end)):.0%}" for worker in workers]
+    idle = [idle_fraction(devices[worker], (start, end)) for worker in workers]
+    labels = [f"{worker}   idle {share:.0%}" for worker, share in zip(workers, idle, strict=True)]
     axes.set(xlim=(0, end - start), yticklabels=labels)
     axes.set_title(title, fontsize=11, pad=20, color=INK, loc="left")
     _legend(figure)

@@ -91,10 +91,13 @@ def _bars(series: RunSeries) -> Iterator[Bar]:
 
 
 def _bar(span: Span) -> Bar:
-    facts = {"tag": span.tag, "lease": span.lease, "version": span.version, "tokens": span.tokens or None}
-    known = {key: value for key, value in facts.items() if value is not None}
+    facts: dict[str, Any] = {"tag": span.tag, "lease": span.lease}
+    if span.version is not None:
+        facts["version"] = span.version
+    if span.tokens:
+        facts["tokens"] = span.tokens
     name = span.tag if span.kind == "held" else span.label
-    return Bar(TRACKS[span.kind], name, span.start, span.end, known, span.kind)
+    return Bar(TRACKS[span.kind], name, span.start, span.end, facts, span.kind)
 
 
 def _process(

@@ -161,9 +161,13 @@ class RunView:
         return found
 
     def iteration(self, number: int) -> Iteration:
-        found = {stage: self.manifest(number, stage) for stage in (*STAGES, "evaluate")}
-        stages = {stage: manifest for stage, manifest in found.items() if manifest is not None}
-        return Iteration(number, stages, self.manifest(number - 1, "publish") if number else None)
+        stages: dict[str, Manifest] = {}
+        for stage in (*STAGES, "evaluate"):
+            manifest = self.manifest(number, stage)
+            if manifest is not None:
+                stages[stage] = manifest
+        published_before = self.manifest(number - 1, "publish") if number else None
+        return Iteration(number, stages, published_before)
 
     def iterations(self, first: int = 0) -> Iterator[Iteration]:
         """Iterations with a committed stage, in order; the last may not be through."""
@@ -180,11 +184,13 @@ class RunView:
         numbers = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
         def newest_reward(stage: str) -> float | None:
-            found = (self.manifest(number, stage) for number in numbers)
-            return next((manifest.data.get("reward_mean") for manifest in found if manifest), None)
+            manifests = (self.manifest(number, stage) for number in numbers)
+            newest = next(filter(None, manifests), None)
+            return None if newest is None else newest.data.get("reward_mean")
 
+        publish = next((number for number in numbers if self.manifest(number, "publish")), None)
         return NewestFigures(
-            published=next((number + 1 for number in numbers if self.manifest(number, "publish")), 0),
+            published=0 if publish is None else publish + 1,
             reward=newest_reward("rollout"),
             held_out=newest_reward("evaluate"),
         )
@@ -259,9 +265,12 @@ class RunView:
     def read_rejected(self, rollout: Manifest) -> list[tuple[str, str, dict[str, Any]]]:
         """Id of each group that a batch discarded, the reason, and its row of `outcomes`; the row is empty in
         runs that do not choose. Raises ValueError if a file is missing or broken."""
-        known = {str(row["number"]): row for row in outcomes_of(self.run, rollout)}
-        rejected = rollout.data.get("rejected", {}).items()
-        return [(f"{self.run.run_id}.g{group}", why, known.get(group, {})) for group, why in rejected]
+        outcomes = {str(row["number"]): row for row in outcomes_of(self.run, rollout)}
+        rejected = []
+        for number, reason in rollout.data.get("rejected", {}).items():
+            group_id = f"{self.run.run_id}.g{number}"
+            rejected.append((group_id, reason, outcomes.get(number, {})))
+        return rejected
 
     def find_session(self, session_id: str) -> tuple[SessionSet, list[Trajectory]]:
         """The branches of one session, and the set that it is in. Raises ValueError with one sentence, and

@@ -66,23 +66,30 @@ class DeviceFigures:
 
 def device_figures(spans: Sequence[Span], window: Window) -> DeviceFigures:
     """Figures of one window. `spans` must reach back before it: a switch needs the tag that held before."""
-    seconds = window[1] - window[0]
-    devices = by_worker(spans)
-    inside = by_worker([s for s in spans if s.start < window[1] and s.end > window[0]])
+    start, end = window
+    inside = by_worker([span for span in spans if span.start < end and span.end > start])
     tags = {worker: {span.tag for span in own} for worker, own in inside.items()}
-    tokens: dict[bool, float] = defaultdict(float)
+    tokens_of_trainers = 0.0
+    tokens_of_others = 0.0
     for worker, own in inside.items():
-        tokens["train" in tags[worker]] += sum(_tokens_inside(span, window) for span in own)
+        tokens = sum(_tokens_inside(span, window) for span in own)
+        if "train" in tags[worker]:
+            tokens_of_trainers += tokens
+        else:
+            tokens_of_others += tokens
+    switches: list[Switch] = []
+    for own in by_worker(spans).values():
+        switches += [switch for switch in find_switches(own) if start <= switch.at < end]
     return DeviceFigures(
-        seconds=seconds,
+        seconds=end - start,
         idle={worker: idle_fraction(own, window) for worker, own in inside.items()},
         loading={worker: loading_fraction(own, window) for worker, own in inside.items()},
         utilisation_train=_utilisation("train", inside, tags, window),
         utilisation_rollout=_utilisation("rollout", inside, tags, window),
-        switches=[s for own in devices.values() for s in find_switches(own) if window[0] <= s.at < window[1]],
+        switches=switches,
         not_lent={refusal: _num_refused(refusal, spans, window) for refusal in get_args(Refusal)},
-        tokens_rollout_only=round(tokens[False], 1),
-        tokens_lent=round(tokens[True], 1),
+        tokens_rollout_only=round(tokens_of_others, 1),
+        tokens_lent=round(tokens_of_trainers, 1),
     )
 
 
@@ -128,15 +135,20 @@ def by_worker(spans: Sequence[Span]) -> dict[str, list[Span]]:
 
 
 def _switch(before: Span, after: Span, spans: Sequence[Span]) -> Switch:
-    first = next((s for s in spans if s.kind == "busy" and _is_part(s, after)), None)
-    last = [s for s in spans if s.kind in ("busy", "moving") and _is_part(s, before)]
+    first = next((span for span in spans if span.kind == "busy" and _is_part(span, after)), None)
+    last = [span for span in spans if span.kind in ("busy", "moving") and _is_part(span, before)]
+    cost: float | None = None
     if after.tag == "train":
-        revoked = next((s.start for s in reversed(last) if s.label == "yield"), None)
-        cost = None if first is None or revoked is None else max(0.0, first.start - revoked)
+        yields = [span.start for span in last if span.label == "yield"]
+        if first is not None and yields:
+            cost = max(0.0, first.start - yields[-1])
         return Switch(after.worker, "train", after.start, cost)
-    trained = next((s.end for s in reversed(last) if s.kind == "busy"), before.end)
+    busy_ends = [span.end for span in last if span.kind == "busy"]
+    trained = busy_ends[-1] if busy_ends else before.end
     # the first sampling span of a lease ends with its first token
-    return Switch(after.worker, "rollout", after.start, max(0.0, first.end - trained) if first else None)
+    if first is not None:
+        cost = max(0.0, first.end - trained)
+    return Switch(after.worker, "rollout", after.start, cost)
 
 
 def _join(windows: Sequence[Window]) -> list[Window]:

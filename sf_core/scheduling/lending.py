@@ -136,10 +136,13 @@ def work_left(
 ) -> WorkLeft:
     """Work in tokens, from the data plane's status of the run: what may be sampled before training needs its
     result, at the pace of the other workers' engines since they connected."""
-    others = [e for e in engines if e["worker"] not in trainers and e["version"] is not None]
-    per_second = sum(e["tokens"] / e["seconds"] for e in others if e["seconds"])
-    units, pace = (tokens_left, 1 / per_second) if tokens_left is not None and per_second else (1.0, None)
-    return WorkLeft(units, pace, dedicated=len(others), lent=len(trainers))
+    others = [
+        engine for engine in engines if engine["worker"] not in trainers and engine["version"] is not None
+    ]
+    tokens_per_s = sum(engine["tokens"] / engine["seconds"] for engine in others if engine["seconds"])
+    if tokens_left is None or not tokens_per_s:
+        return WorkLeft(1.0, None, dedicated=len(others), lent=len(trainers))
+    return WorkLeft(tokens_left, 1 / tokens_per_s, dedicated=len(others), lent=len(trainers))
 
 
 class Switching:

@@ -103,25 +103,30 @@ def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray
     teacher = run.config.train.teacher
     if teacher is None or teacher.url is None or teacher.tokenizer is None:
         return []
-    masks, ids = (numpy_rows(rows[name]) for name in ("loss_mask", "token_ids"))
+    masks = numpy_rows(rows["loss_mask"])
+    ids = numpy_rows(rows["token_ids"])
+    branches = rows["branch_id"].to_pylist()
+    sessions = rows["session_id"].to_pylist()
     known = count_rows(teacher.tokenizer)
     known = known or read_tokenizer(teacher.tokenizer, "train.teacher.tokenizer").get_vocab_size()
-    names = [rows[name].to_pylist() for name in ("branch_id", "session_id")]
     asked: dict[int, tuple[str, list[int]]] = {}
-    for place in [row for row in np.flatnonzero(trains).tolist() if masks[row].any()]:
-        name = "row {} of session {}".format(*(column[place] for column in names))
-        read = ids[place][: np.flatnonzero(masks[place])[-1] + 1]
-        if (most := read.max()) >= known:
+    for row in np.flatnonzero(trains).tolist():
+        trained = np.flatnonzero(masks[row])
+        if not trained.size:
+            continue
+        name = f"row {branches[row]} of session {sessions[row]}"
+        read = ids[row][: trained[-1] + 1]
+        most = read.max()
+        if most >= known:
             raise ValueError(
                 f"token id {most} in {name} is outside the vocabulary of the teacher at {teacher.url}, "
                 f"which has {known:,} tokens (train.teacher.tokenizer {teacher.tokenizer})"
             )
-        asked[place] = name, read.tolist()
+        asked[row] = name, read.tolist()
     scores = [np.zeros(len(mask), np.float32) for mask in masks]
-    for place, said in zip(
-        asked, ask_teacher(teacher.url, [*asked.values()], teacher.timeout_s), strict=True
-    ):
-        scores[place][: len(said)] = np.where(masks[place][: len(said)], said, 0.0)
+    answers = ask_teacher(teacher.url, [*asked.values()], teacher.timeout_s)
+    for row, logprobs in zip(asked, answers, strict=True):
+        scores[row][: len(logprobs)] = np.where(masks[row][: len(logprobs)], logprobs, 0.0)
     return [write_scores(run.directory, iteration, rows, scores, f"scores-{run.ref.attempt}")]
 
 

@@ -13,5 +13,7 @@ def rollout(run: OpenRun, iteration: int) -> StageResult:
     settings = run.config.rollout
     run.dataplane.wait_for_batch(iteration, settings.batch_timeout_s, settings.absence_timeout_s)
     sealed = run.dataplane.seal_batch(iteration, run.ref.attempt)
-    files = [ref for kind in ("files", "outcomes", "judgements") for ref in sealed.pop(kind, ())]
-    return StageResult(outputs=[FileRef(**ref) for ref in files], data=sealed)
+    files: list[FileRef] = []
+    for kind in ("files", "outcomes", "judgements"):
+        files += [FileRef(**ref) for ref in sealed.pop(kind, ())]
+    return StageResult(outputs=files, data=sealed)

@@ -93,10 +93,14 @@ class OpenRun:
 
     def resume_point(self) -> ResumePoint:
         """Where to resume, by the manifests."""
-        rollouts = [manifest.data for manifest in RunView(self.directory).read_committed("rollout")]
-        done = {int(group) for data in rollouts for group in (*data["groups"], *data["rejected"])}
-        version = next(v for v in range(len(rollouts), -1, -1) if self._is_published(v))
-        return ResumePoint(version=version, next_batch=len(rollouts), done_groups=sorted(done))
+        rollouts = RunView(self.directory).read_committed("rollout")
+        done_groups: set[int] = set()
+        for rollout in rollouts:
+            done_groups.update(map(int, rollout.data["groups"]))
+            done_groups.update(map(int, rollout.data["rejected"]))
+        versions = range(len(rollouts), -1, -1)
+        published = next(version for version in versions if self._is_published(version))
+        return ResumePoint(version=published, next_batch=len(rollouts), done_groups=sorted(done_groups))
 
     def iterations_left(self) -> range:
         """Iterations that still have a stage to do."""

@@ -60,14 +60,22 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
         trained = _find_adapter(run.config, folder, warmed=warmed)
         derived = values_of(derive(run.config, parameters, folder, prompts, trained))
         dtype = run.config.fill(derived).policy.dtype_name
-        named = {file.uri: file for file in (name_dtype(folder, dtype), *name_stops(folder))}
-        copies = [*(copy for copy in copies if copy.uri not in named), *named.values()]
-        data = {"source": source, "copied_s": copied_s, "parameters": parameters, "dtype": dtype}
-        data["origin"] = ref.nonce
+        changed = {file.uri: file for file in (name_dtype(folder, dtype), *name_stops(folder))}
+        outputs = [copy for copy in copies if copy.uri not in changed]
+        outputs += changed.values()
+        data: dict[str, Any] = {
+            "source": source,
+            "copied_s": copied_s,
+            "parameters": parameters,
+            "dtype": dtype,
+            "origin": ref.nonce,
+        }
         if trained is not None:
-            copies += start_adapter(run.directory.start_adapter_dir, run.config, trained)
+            outputs += start_adapter(run.directory.start_adapter_dir, run.config, trained)
             data["adapter"] = trained.describe()
-        return StageResult(outputs=copies, data=data | ({"derived": derived} if derived else {}))
+        if derived:
+            data["derived"] = derived
+        return StageResult(outputs=outputs, data=data)
 
     if (manifest := run.directory.read_manifest(None, "start")) is not None:
         # every version uses the tokenizer and configuration of the start folder

@@ -85,8 +85,9 @@ def expand(
     runs = list[SweepRun]()
     for texts in itertools.product(*(values.texts for values in swept)):
         chosen = {values.key: text for values, text in zip(swept, texts, strict=True)}
+        combination = [f"{key}={text}" for key, text in chosen.items()]
         try:
-            config = load_config(files, [*fixed, *(f"{key}={text}" for key, text in chosen.items())])
+            config = load_config(files, [*fixed, *combination])
             check(config)
         except (ValueError, OSError) as error:
             settings.append(Setting(values=chosen, fault=str(error)))

@@ -95,14 +95,18 @@ def draw(opened: OpenSweep, results: Sequence[SettingResult]) -> bytes:
 
 
 def _row(result: SettingResult) -> SweepRow:
-    means = {figure: mean for figure in FIGURES if (mean := result.mean(figure)) is not None}
-    found = {figure: mean.interval(LEAST.get(figure, -math.inf)) for figure, mean in means.items()}
-    return SweepRow(
-        _shorten(result.setting.values),
-        points={figure: result.values(figure) for figure in FIGURES},
-        means={figure: mean.value for figure, mean in means.items()},
-        intervals={figure: interval for figure, interval in found.items() if interval is not None},
-    )
+    means: dict[str, float] = {}
+    intervals: dict[str, tuple[float, float]] = {}
+    for figure in FIGURES:
+        mean = result.mean(figure)
+        if mean is None:
+            continue
+        means[figure] = mean.value
+        interval = mean.interval(LEAST.get(figure, -math.inf))
+        if interval is not None:
+            intervals[figure] = interval
+    points = {figure: result.values(figure) for figure in FIGURES}
+    return SweepRow(_shorten(result.setting.values), points=points, means=means, intervals=intervals)
 
 
 def _shorten(values: Mapping[str, str]) -> str:
@@ -110,7 +114,8 @@ def _shorten(values: Mapping[str, str]) -> str:
     lasts = [key.rpartition(".")[2] for key in values]
     is_clear = len(set(lasts)) == len(lasts)
     names = lasts if is_clear else list(values)
-    return "\n".join(f"{name}={text}" for name, text in zip(names, values.values(), strict=True)) or AS_IT_IS
+    lines = [f"{name}={text}" for name, text in zip(names, values.values(), strict=True)]
+    return "\n".join(lines) or AS_IT_IS
 
 
 def to_markdown(opened: OpenSweep, results: Sequence[SettingResult], going_on: Sequence[str] = ()) -> str:

@@ -57,14 +57,19 @@ def demonstrations(config: RunConfig, steps: range) -> list[list[Demonstration]]
     total = config.policy.warm_steps * warm.batch_size
     if warm.demonstrations is not None:
         listed = _read(warm.demonstrations)
-        places = range(steps.start * size, steps.stop * size)
-        orders = (_order(config.seed, len(listed), at // len(listed)) for at in places)
-        found = [listed[order[at % len(listed)]] for at, order in zip(places, orders, strict=True)]
+        found = []
+        for number in range(steps.start * size, steps.stop * size):
+            round_, position = divmod(number, len(listed))
+            order = _order(config.seed, len(listed), round_)
+            found.append(listed[order[position]])
         return [found[first : first + size] for first in range(0, len(found), size)]
     environment = environment_of(config.environment)
     order = np.random.default_rng(config.seed).permutation(total).reshape(-1, size)
-    asked = [[environment.demonstrate(int(index)) for index in order[step]] for step in steps]
-    return [[shown for shown in batch if shown is not None] for batch in asked]
+    batches = []
+    for step in steps:
+        asked = [environment.demonstrate(int(index)) for index in order[step]]
+        batches.append([shown for shown in asked if shown is not None])
+    return batches
 
 
 @lru_cache(maxsize=4)

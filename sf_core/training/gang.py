@@ -228,13 +228,19 @@ class GangPlan:
         have ended, by worker."""
         unfinished = [worker for worker in self.workers if worker not in ends]
         away = [worker for worker in unfinished if worker not in addresses]
-        here = [worker for worker in unfinished if worker in addresses]
-        restarted = [w for w in here if addresses[w] != self._addresses.get(w, addresses[w])]
-        # at the first look all count as there
-        self._seen |= {w: now for w in self.workers if w not in away or w not in self._seen}
+        restarted = []
+        for worker in unfinished:
+            address = addresses.get(worker)
+            if address is not None and address != self._addresses.get(worker, address):
+                restarted.append(worker)
+        for worker in self.workers:
+            # at the first look all count as there
+            if worker not in away or worker not in self._seen:
+                self._seen[worker] = now
         patience_s = self._config.train.gang_timeout_s
-        failed = any(end.error is not None for end in ends.values())
-        failed = failed or any(now - self._seen[worker] > patience_s for worker in away)
+        has_error = any(end.error is not None for end in ends.values())
+        is_gone = any(now - self._seen[worker] > patience_s for worker in away)
+        failed = has_error or is_gone
         begins = self._deadline is None and (failed or self.workers[0] in ends)
         if begins:
             self._deadline = now + patience_s
@@ -246,8 +252,9 @@ class GangPlan:
         themselves, or after `MAX_TRIES`."""
         unfinished = [worker for worker in self.workers if worker not in ends]
         errors = {worker: end.error for worker, end in ends.items() if end.error is not None}
-        own = [errors[worker] for worker in errors if ends[worker].fault == "rank"]
-        self._blamed = {*unfinished, *(worker for worker in errors if ends[worker].fault != "others")}
+        own = [error for worker, error in errors.items() if ends[worker].fault == "rank"]
+        at_fault = [worker for worker in errors if ends[worker].fault != "others"]
+        self._blamed = {*unfinished, *at_fault}
         away_s = self._config.train.gang_timeout_s
         absence = GangError(f"{', '.join(unfinished)} left and did not come back within {away_s:g} s")
         reason = [*own, *errors.values(), absence][0]

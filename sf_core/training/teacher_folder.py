@@ -80,10 +80,13 @@ class TeacherFolder:
 
     def digest(self) -> str:
         """SHA-256 over names and contents of the weights and the configuration of the model."""
-        folders = [folder for folder in (self.weights or self.source, self.adapter) if folder is not None]
-        uris = [uri for folder in folders for uri in list_files(folder) if _is_weights(_name_of(uri))]
-        uris += [join(self.source, "config.json")]
-        uris += [] if self.adapter is None else [join(self.adapter, ADAPTER_CONFIG)]
+        folders = [self.weights or self.source]
+        uris = [join(self.source, "config.json")]
+        if self.adapter is not None:
+            folders.append(self.adapter)
+            uris.append(join(self.adapter, ADAPTER_CONFIG))
+        for folder in folders:
+            uris += [uri for uri in list_files(folder) if _is_weights(_name_of(uri))]
         lines = sorted(f"{_name_of(uri)} {describe(uri).sha256}" for uri in uris)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -41,8 +41,10 @@ def write_metrics(
         "iteration": pa.array([iteration] * len(steps), pa.int32()),
         "step": pa.array(range(len(steps)), pa.int32()),
     }
-    columns |= {name: pa.array([step.get(name) for step in steps], pa.float64()) for name in names}
-    return run.relative(parquet.write_table(run.metrics_file(kind, iteration), pa.table(columns)))
+    for name in names:
+        columns[name] = pa.array([step.get(name) for step in steps], pa.float64())
+    file = parquet.write_table(run.metrics_file(kind, iteration), pa.table(columns))
+    return run.relative(file)
 
 
 def read_metrics(uri: str) -> list[dict[str, float]]:
@@ -56,12 +58,17 @@ def newer_points(run: RunDirectory, kind: Kind, after: int, newest: int) -> Iter
     the policy version, up to the one that the newest iteration made."""
     last = newest + 1 if kind == "evaluation" else newest
     for number in range(after + 1, last + 1):
-        if files.exists(uri := run.metrics_file(kind, number)):
+        uri = run.metrics_file(kind, number)
+        if files.exists(uri):
             rows = read_metrics(uri)
             yield number, [_point(row, len(rows)) for row in rows]
 
 
 def _point(row: Mapping[str, float | None], num_rows: int) -> Point:
-    step = int(row["iteration"] or 0) * num_rows + int(row["step"] or 0)
-    metrics = ((name, value) for name, value in row.items() if name not in ("iteration", "step"))
-    return Point(step, {name: value for name, value in metrics if value is not None and math.isfinite(value)})
+    iteration = int(row["iteration"] or 0)
+    step = int(row["step"] or 0)
+    values = {}
+    for name, value in row.items():
+        if name not in ("iteration", "step") and value is not None and math.isfinite(value):
+            values[name] = value
+    return Point(iteration * num_rows + step, values)

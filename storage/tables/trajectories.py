@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -86,9 +87,10 @@ def iter_trajectories(
     out where it is missing. Raises ValueError if it cannot be read."""
     names = SEEING_SCHEMA.names if columns is None else list(columns)
     for batch in parquet.iter_batches(uri, max_rows, names, SEEING_SCHEMA, [IMAGES.name]):
-        there = [name for name in names if name in batch.schema.names]
+        present = [name for name in names if name in batch.schema.names]
+        schema = pa.schema([SEEING_SCHEMA.field(name) for name in present])
         # Parquet has its own name for the elements of a list
-        yield batch.select(there).cast(pa.schema([SEEING_SCHEMA.field(name) for name in there]))
+        yield batch.select(present).cast(schema)
 
 
 def first_rows(session_ids: pa.ChunkedArray) -> np.ndarray:
@@ -154,7 +156,8 @@ def to_rows(table: pa.Table) -> list[Trajectory]:
         "images": images_of(table),
     }
     values = [columns[name] if name in columns else table[name].to_pylist() for name in names]
-    return [Trajectory(*row) for row in zip(*values, strict=True)]
+    rows = zip(*values, strict=True)
+    return [Trajectory(*row) for row in rows]
 
 
 def images_of(table: pa.Table) -> list[tuple[PictureSpan, ...]]:
@@ -181,8 +184,11 @@ def _row_groups(rows: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
 
 def _structs(kind: pa.StructType, rows: Sequence[Sequence[object]]) -> pa.ListArray:
     """A list for each row, of structs with the attributes of its elements."""
-    flat = [one for row in rows for one in row]
-    children = [pa.array([getattr(one, field.name) for one in flat], field.type) for field in kind]
+    elements = list(chain.from_iterable(rows))
+    children = []
+    for field in kind:
+        values = [getattr(element, field.name) for element in elements]
+        children.append(pa.array(values, field.type))
     structs = pa.StructArray.from_arrays(children, fields=list(kind))
     return pa.ListArray.from_arrays(parquet.offsets(rows), structs)
 

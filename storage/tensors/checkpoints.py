@@ -115,6 +115,9 @@ def load_checkpoint(uri: str, wanted: Mapping[str, Slice]) -> tuple[dict[str, to
     if (text := files.read_if_there(state_uri)) is None:
         raise ValueError(f"{uri}: no complete checkpoint here (state.json is missing)")
     state = parse_json(_State, text, f"{state_uri}: no state of a checkpoint")
-    shards = [FileRef(files.join(uri, name), one.bytes, one.sha256) for name, one in state.shards.items()]
-    places = {f"{part}/{name}": place for part in PARTS for name, place in wanted.items()}
-    return read_shards(uri, shards, places), TrainerProgress(**state.model_dump(exclude={"shards"}))
+    shards = [FileRef(files.join(uri, name), file.bytes, file.sha256) for name, file in state.shards.items()]
+    slices: dict[str, Slice] = {}
+    for part in PARTS:
+        slices |= {f"{part}/{name}": wanted_slice for name, wanted_slice in wanted.items()}
+    progress = TrainerProgress(**state.model_dump(exclude={"shards"}))
+    return read_shards(uri, shards, slices), progress

@@ -61,11 +61,15 @@ class Slice:
 
     def intersect(self, other: Slice) -> tuple[slice, ...] | None:
         """Index, in this slice, of what it has in common with another of the same tensor; None if nothing."""
+        index = []
         dimensions = zip(self.offset, self.size, other.offset, other.size, strict=True)
-        ranges = [(max(a, b) - a, min(a + n, b + m) - a) for a, n, b, m in dimensions]
-        if any(begin >= end for begin, end in ranges):
-            return None
-        return tuple(slice(begin, end) for begin, end in ranges)
+        for own_offset, own_size, other_offset, other_size in dimensions:
+            begin = max(own_offset, other_offset)
+            end = min(own_offset + own_size, other_offset + other_size)
+            if begin >= end:
+                return None
+            index.append(slice(begin - own_offset, end - own_offset))
+        return tuple(index)
 
 
 Slices = Mapping[str, tuple[Slice, "torch.Tensor"]]

@@ -115,11 +115,17 @@ class Tensors(Protocol):
 
     def digest(self) -> str:
         """SHA-256 over names, dtypes, shapes and the SHA-256 of every tensor, wherever in a file they lie."""
+
+        def digest_one(name: str) -> str:
+            return hashlib.sha256(self.words(name).data).hexdigest()
+
         names = sorted(self.header.entries)
         with ThreadPoolExecutor(_THREADS) as pool:
-            sums = list(pool.map(lambda name: hashlib.sha256(self.words(name).data).hexdigest(), names))
-        entries = map(self.header.entries.__getitem__, names)
-        content = [[n, e.dtype, e.shape, s] for n, e, s in zip(names, entries, sums, strict=True)]
+            digests = list(pool.map(digest_one, names))
+        content = []
+        for name, digest in zip(names, digests, strict=True):
+            entry = self.header.entries[name]
+            content.append([name, entry.dtype, entry.shape, digest])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

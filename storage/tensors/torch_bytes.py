@@ -68,10 +68,12 @@ class TorchTensors(Tensors):
             else:
                 self._tensors[name] = tensor
         self.header = Header({"format": "pt", **tied}, {})
+        ordered = sorted(self._tensors, key=lambda name: (_ORDER[self._choose_dtype(name)], name))
         end = 0
-        for name in sorted(self._tensors, key=lambda name: (_ORDER[self._choose_dtype(name)], name)):
-            self.header.entries[name] = entry_of(self._tensors[name], end, self._choose_dtype(name))
-            end = self.header.entries[name].data_offsets[1]
+        for name in ordered:
+            entry = entry_of(self._tensors[name], end, self._choose_dtype(name))
+            self.header.entries[name] = entry
+            end = entry.data_offsets[1]
 
     def words(self, name: str) -> npt.NDArray[Any]:
         tensor = self._tensors[name].detach().to(self._choose_dtype(name))

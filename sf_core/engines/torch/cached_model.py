@@ -109,7 +109,9 @@ class DecoderModel:
             cache.write(layer, k.unflatten(0, rows), v.unflatten(0, rows), placement)
             if bias is None:
                 return causal_attention(q, k, v, num_rows)
-            keys, values = (for_every_head(kv, num_heads) for kv in cache.read(layer, placement))
+            keys, values = cache.read(layer, placement)
+            keys = for_every_head(keys, num_heads)
+            values = for_every_head(values, num_heads)
             queries = q.unflatten(0, rows).transpose(1, 2)
             mixed = F.scaled_dot_product_attention(queries, keys, values, bias)
             return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
@@ -130,9 +132,11 @@ class DecoderModel:
             cache.write(layer, k.unsqueeze(1), v.unsqueeze(1), placement)
             # heads that share keys and values are as further queries of one head
             queries = q.reshape(num_rows, spec.num_kv_heads, -1, spec.head_dim)
-            return mix(queries, *cache.read(layer, placement), bias).reshape(num_rows, -1)
+            keys, values = cache.read(layer, placement)
+            return mix(queries, keys, values, bias).reshape(num_rows, -1)
 
-        return self._decoder.head(self._decoder.run(ids, placement.positions.flatten(), attend))
+        hidden = self._decoder.run(ids, placement.positions.flatten(), attend)
+        return self._decoder.head(hidden)
 
 
 def _small_products(

@@ -28,9 +28,10 @@ def fill(model: CachedModel, cache: KVCache, table: SlotTable) -> None:
     budget = _STEP_TOKENS
     prompts_end = rows["prompt"] - 1
     oldest = rows["since"].argsort()
+    lacks_prompt = rows["cached"] < prompts_end
     leaders: dict[bytes | int, int] = {}
     followers: dict[int, list[int]] = {}
-    for slot in oldest[(rows["cached"] < prompts_end)[oldest]].tolist():
+    for slot in oldest[lacks_prompt[oldest]].tolist():
         # KV that earlier weights computed in part serves its own request only
         prompt = slot if rows["mixed"][slot] else tokens[slot, : prompts_end[slot]].tobytes()
         leader = leaders.setdefault(prompt, slot)
@@ -41,8 +42,9 @@ def fill(model: CachedModel, cache: KVCache, table: SlotTable) -> None:
         if rows["cached"][leader] == prompts_end[leader]:
             cache.copy(leader, slots, int(prompts_end[leader]))
             rows["cached"][slots] = prompts_end[leader]
-    missing = (prompts_end <= rows["cached"]) & (rows["cached"] < rows["length"] - 1)
-    _fill_up_to(rows["length"] - 1, oldest[missing[oldest]].tolist(), budget, model, cache, table)
+    sampled_end = rows["length"] - 1
+    lacks_sampled = (prompts_end <= rows["cached"]) & (rows["cached"] < sampled_end)
+    _fill_up_to(sampled_end, oldest[lacks_sampled[oldest]].tolist(), budget, model, cache, table)
 
 
 def _fill_up_to(

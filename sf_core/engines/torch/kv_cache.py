@@ -105,9 +105,14 @@ class KVCache:
 
     def _view_layers(self) -> None:
         shape = 2, self._num_slots, self._shape.num_kv_heads, self._capacity, self._shape.head_dim
-        self._layers = [memory[: math.prod(shape)].view(shape) for memory in self._memory]
-        # The same as rows of head_dim: keys, values.
-        self._rows = [(layer[0].flatten(0, 2), layer[1].flatten(0, 2)) for layer in self._layers]
+        num_elements = math.prod(shape)
+        self._layers: list[torch.Tensor] = []
+        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for memory in self._memory:
+            layer = memory[:num_elements].view(shape)
+            self._layers.append(layer)
+            # keys and values as rows of head_dim
+            self._rows.append((layer[0].flatten(0, 2), layer[1].flatten(0, 2)))
 
     def place(self, slots: torch.Tensor | None, starts: torch.Tensor, num_tokens: int) -> Placement:
         """Place num_tokens more in each slot, sequence i from starts[i] on; they must fit the capacity."""

@@ -154,12 +154,18 @@ def _find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> di
     from transformers.core_model_loading import revert_weight_conversion
 
     model: Any = make_empty(shape)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
+    tied = _tied(model)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     needed = revert_weight_conversion(model, tensors)
-    there = {_within(name).rpartition(".")[0] for name in stored}
-    there |= {place.rpartition(".")[0] for place in there}
-    missing = [name for name in needed if _within(name).rpartition(".")[0] not in there]
+    modules = {_module_of(_within(name)) for name in stored}
+    # codes may be in modules inside that of the weight
+    modules |= {_module_of(module) for module in modules}
+    missing = [name for name in needed if _module_of(_within(name)) not in modules]
     return asdict(Lack(str(shape["model_type"]), len(needed), _in_order(missing)))
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _tied(model: Any) -> dict[str, str]:

@@ -75,20 +75,29 @@ def _standard_error(series: RunSeries, version: int) -> float | None:
     assert found is not None and manifest is not None
     rows = found.read(["session_id", "task_id", "reward"])
     sessions = rows.take(first_rows(rows["session_id"]))
-    judged = sessions.filter(pc.is_valid(sessions["reward"])).group_by("task_id")
+    judged = sessions.filter(pc.is_valid(sessions["reward"]))
+    tasks = judged.group_by("task_id").aggregate([("reward", "mean")])
     # of a task without an answer no session is stored
     num_failed = manifest.data.get("num_tasks", 0) - len(sessions["task_id"].unique())
     failed = [series.config.rollout.failed_reward] * num_failed
-    means = np.append(judged.aggregate([("reward", "mean")])["reward_mean"].to_numpy(), failed)
-    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
+    means = np.append(tasks["reward_mean"].to_numpy(), failed)
+    if len(means) < 2:
+        return None
+    return float(means.std(ddof=1) / math.sqrt(len(means)))
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
     """Settings that differ between any two runs, but for run_id, with the value that each run has."""
-    found = {key for one, other in combinations(configs, 2) for key, *_ in find_differences(one, other)}
-    # of a section that some runs do not have, its settings are not listed apart
-    keys = [key for key in found - {"run_id"} if not any(part in found for part in _sections(key))]
-    return [{"key": key, "values": _cut([_shown(config, key) for config in configs])} for key in sorted(keys)]
+    differing: set[str] = set()
+    for first, second in combinations(configs, 2):
+        differing.update(key for key, *_ in find_differences(first, second))
+    settings = []
+    for key in sorted(differing - {"run_id"}):
+        # of a section that some runs do not have, its settings are not listed apart
+        if differing.isdisjoint(_sections(key)):
+            values = [_shown(config, key) for config in configs]
+            settings.append({"key": key, "values": _cut(values)})
+    return settings
 
 
 def _sections(key: str) -> Iterator[str]:

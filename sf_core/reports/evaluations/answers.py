@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -56,12 +56,14 @@ def read_answers(uris: list[str]) -> dict[str, list[GivenAnswer]]:
     for rows in sessions.values():
         # the last branch has the newest turn
         messages = load_json(rows[-1]["messages"])
-        prompt = next((text_of_answer(message) for message in messages if message["role"] == "user"), "")
-        text = next(
-            (text_of_answer(message) for message in reversed(messages) if message["role"] == "assistant"), ""
-        )
+        prompt = _first_text(messages, "user")
+        text = _first_text(reversed(messages), "assistant")
         found[rows[0]["task_id"]].append(GivenAnswer(prompt, text, rows[0]["reward"]))
     return found
+
+
+def _first_text(messages: Iterable[Message], role: str) -> str:
+    return next((text_of_answer(message) for message in messages if message["role"] == role), "")
 
 
 def answers_of(view: RunView, version: int) -> dict[str, list[GivenAnswer]]:
@@ -149,9 +151,10 @@ def choose_examples(old: Answers, new: Answers) -> Examples:
     gains = {task: _gain(old[task], new[task]) for task in old if task in new}
     better = [task for task, gain in gains.items() if gain > 0]
     worse = [task for task, gain in gains.items() if gain < 0]
-    more, less = share_rows(len(better), len(worse))
-    same = [task for task, gain in gains.items() if gain == 0][: SHOWN - more - less]
-    shown = [*better[:more], *worse[:less], *same]
+    same = [task for task, gain in gains.items() if gain == 0]
+    num_better, num_worse = share_rows(len(better), len(worse))
+    num_same = SHOWN - num_better - num_worse
+    shown = [*better[:num_better], *worse[:num_worse], *same[:num_same]]
     pairs = [_typical_pair(old[task], new[task], gains[task]) for task in shown]
     return Examples(pairs, shown, len(gains), len(better), len(worse))
 
@@ -170,7 +173,8 @@ def share_rows(better: int, worse: int, rows: int = SHOWN) -> tuple[int, int]:
 
 def _gain(old: Sequence[GivenAnswer], new: Sequence[GivenAnswer]) -> float:
     """What a task earned more on average; nothing if one version's answers were not judged."""
-    before, after = ([answer.reward for answer in own if answer.reward is not None] for own in (old, new))
+    before = [answer.reward for answer in old if answer.reward is not None]
+    after = [answer.reward for answer in new if answer.reward is not None]
     return fmean(after) - fmean(before) if before and after else 0.0
 
 

@@ -125,14 +125,17 @@ class _Side:
     def measure(self) -> Measured:
         evaluate = self.config.evaluate
         num_unanswered = max(0, evaluate.num_tasks - len(self.answers))
-        rewards = [rewards for task in self.answers if (rewards := self.rewards(task))]
-        rewards += [[self.config.rollout.failed_reward] * evaluate.answers] * num_unanswered
-        means = np.array([sum(own) / len(own) for own in rewards])
-        solved = {
+        rewards = [self.rewards(task) for task in self.answers]
+        judged = [of_task for of_task in rewards if of_task]
+        judged += [[self.config.rollout.failed_reward] * evaluate.answers] * num_unanswered
+        means = np.array([sum(of_task) / len(of_task) for of_task in judged])
+        solved: dict[int, float] = {}
+        for k in sorted({1, evaluate.answers}):
             # of a task some answers may not have been judged
-            k: float(np.mean([pass_at(min(k, len(own)), len(own), _count_solved(own)) for own in rewards]))
-            for k in sorted({1, evaluate.answers})
-        }
+            chances = [
+                pass_at(min(k, len(of_task)), len(of_task), _count_solved(of_task)) for of_task in judged
+            ]
+            solved[k] = float(np.mean(chances))
         return Measured(self.version, float(means.mean()), bootstrap(means), solved)
 
 
@@ -153,8 +156,10 @@ def bootstrap(values: np.ndarray) -> Interval:
     >>> bootstrap(np.ones(5))
     (1.0, 1.0)
     """
-    chosen = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.quantile(values[chosen].mean(1), (0.025, 0.975))
+    random = np.random.default_rng(0)
+    chosen = random.integers(0, len(values), (RESAMPLES, len(values)))
+    means = values[chosen].mean(1)
+    low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
 
 

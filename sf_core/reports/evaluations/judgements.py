@@ -21,13 +21,14 @@ FIGURES = ("calls", "tokens", "p95_seconds", "unread", "cached", "agreement")
 def judge_metrics(data: Mapping[str, Any]) -> dict[str, float]:
     """What a manifest of a rollout or an evaluation tells of judges and of what was noted, by the names of
     metrics; without what is not known."""
-    told = {f"noted.{name}": mean for name, mean in data.get("noted", {}).items()}
+    metrics = {f"noted.{name}": mean for name, mean in data.get("noted", {}).items()}
     for judge, figures in data.get("judges", {}).items():
-        told |= {f"judge.{judge}.{name}": figures.get(name) for name in FIGURES}
-        discarded = figures.get("discarded", {})
-        told |= {f"judge.{judge}.discarded.{reason}": number for reason, number in discarded.items()}
-    told["unjudged"] = data.get("unjudged")
-    return {name: float(value) for name, value in told.items() if value is not None}
+        for name in FIGURES:
+            metrics[f"judge.{judge}.{name}"] = figures.get(name)
+        for reason, number in figures.get("discarded", {}).items():
+            metrics[f"judge.{judge}.discarded.{reason}"] = number
+    metrics["unjudged"] = data.get("unjudged")
+    return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 def judge_rows(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:

@@ -149,7 +149,8 @@ def _conversation(
 def _parts_of(message: Message) -> list[dict[str, Any]]:
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return [{"type": part["type"], "text": part.get("text")} for part in parts if part.get("text") != ""]
+    filled = [part for part in parts if part.get("text") != ""]
+    return [{"type": part["type"], "text": part.get("text")} for part in filled]
 
 
 _MARK = "<image>"
@@ -176,14 +177,18 @@ def _find_sampled(
 ) -> list[Turn | None] | None:
     """See `Conversation.sampled`. A turn may cover several messages (tool results with one end, a prompt
     shared in part); a given answer, or one rewritten by the template, has no turn of its own."""
-    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    written = [turn for turn in turns if turn["role"] == "assistant"]
-    own = [turn if turn["engine"] is not None and turn["end"] > shared_prefix else None for turn in written]
-    if len(places) != len(written):
-        if own[-1:] == [None] or sum(turn is not None for turn in own) != 1:
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    sampled: list[Turn | None] = []
+    for turn in turns:
+        if turn["role"] == "assistant":
+            is_sampled = turn["engine"] is not None and turn["end"] > shared_prefix
+            sampled.append(turn if is_sampled else None)
+    if len(answers) != len(sampled):
+        num_sampled = sum(turn is not None for turn in sampled)
+        if num_sampled != 1 or sampled[-1] is None:
             return None
         # a branch ends with what was sampled last
-        places = places[-1:]
-        own = own[-1:]
-    by_place = dict(zip(places, own, strict=True))
-    return [by_place.get(i) for i in range(len(messages))]
+        answers = answers[-1:]
+        sampled = sampled[-1:]
+    turn_of = dict(zip(answers, sampled, strict=True))
+    return [turn_of.get(i) for i in range(len(messages))]

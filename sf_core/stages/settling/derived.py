@@ -66,6 +66,19 @@ def warm_rate(warm: WarmstartConfig, rate: float) -> float:
     return _RATE * rate if warm.learning_rate is None else warm.learning_rate
 
 
+def explain_warm_start(config: RunConfig, rate: float) -> str | None:
+    """What the policy is shown before the first iteration, in words."""
+    warm = config.policy.warmstart
+    steps = config.policy.warm_steps
+    if warm is None or not steps:
+        return None
+    shown = warm.demonstrations or f"the environment {config.environment.name}"
+    at = ""
+    if config.policy.model is not None:
+        at = f", learning rate {warm_rate(warm, rate):g}"
+    return f"{steps} steps of {warm.batch_size} demonstrations, of {shown}{at}"
+
+
 def derive_rates(config: RunConfig, parameters: int) -> dict[str, Derived]:
     """Learning rates for a policy of this size, by their settings, whether these are left open or not."""
     rate, why = _rate(config, parameters)

@@ -56,6 +56,17 @@ class TrainedAdapter:
         of_its_form = {"rank": self.adapter.rank, "alpha": self.adapter.alpha}
         return of_its_form | {"targets": [*self.adapter.targets], "parameters": self.parameters}
 
+    def explain(self) -> str:
+        """What is trained in place of the weights, in words."""
+        adapter = self.adapter
+        made = "made anew"
+        if self.source is not None:
+            made = f"as {self.source} has it" + (f", made for {adapter.base}" if adapter.base else "")
+        return (
+            f"{self.parameters:,} parameters are trained, factors of rank {adapter.rank} "
+            f"(alpha {adapter.alpha:g}) of {', '.join(adapter.targets)}; {made}"
+        )
+
 
 def check_lora(config: RunConfig) -> None:
     """Raises ValueError, one sentence, if other settings do not go with `train.lora`, or with its absence."""

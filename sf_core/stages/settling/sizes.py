@@ -14,7 +14,14 @@ from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, built_in_paramete
 from sf_core.pictures.sight import KEPT_BYTES, SEEING
 from sf_core.reports.cleanup import KEPT_EVERY, num_kept_weights
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.settling.derived import Derived, derive, derive_rates, first_prompts, values_of, warm_rate
+from sf_core.stages.settling.derived import (
+    Derived,
+    derive,
+    derive_rates,
+    explain_warm_start,
+    first_prompts,
+    values_of,
+)
 from sf_core.stages.settling.lora import TrainedAdapter
 from sf_core.stages.settling.start_folder import (
     adapter_to_start_from,
@@ -197,8 +204,10 @@ def _gradient_bytes(shape: Mapping[str, Any], parameters: int, dtype: str) -> tu
     shape = shape.get("text_config") or shape
     head = int(shape.get("vocab_size", 0)) * int(shape.get("hidden_size", 0))
     is_tied = bool(shape.get("tie_word_embeddings"))
-    layer = max(0, parameters - head * (1 if is_tied else 2)) // int(shape.get("num_hidden_layers") or 1)
-    return head * _HEAD_BYTES[dtype], max(_LAYER_BYTES * layer, _TIED_BYTES * head * is_tied)
+    of_vocabulary = head if is_tied else 2 * head
+    layer = max(0, parameters - of_vocabulary) // int(shape.get("num_hidden_layers") or 1)
+    tied_bytes = _TIED_BYTES * head if is_tied else 0
+    return head * _HEAD_BYTES[dtype], max(_LAYER_BYTES * layer, tied_bytes)
 
 
 def _activation_bytes(
@@ -290,12 +299,15 @@ def warn_of_rates(config: RunConfig, sizes: PolicySizes | None) -> list[str]:
     """A sentence for each learning rate that is far above the derived one; nothing if the size of the policy
     is unknown."""
     derived = {} if sizes is None else derive_rates(config, sizes.parameters)
-    return [
-        f"{name} {given:g} is {given / rate:,.0f} times the value that would be derived, {rate:g} ({why}), "
-        f"and may ruin the policy: leave {name} out, or lower it"
-        for name, (rate, why) in derived.items()
-        if (given := attrgetter(name)(config)) is not None and given > _TOO_FAST * rate
-    ]
+    warnings = []
+    for name, (rate, why) in derived.items():
+        given = attrgetter(name)(config)
+        if given is not None and given > _TOO_FAST * rate:
+            warnings.append(
+                f"{name} {given:g} is {given / rate:,.0f} times the value that would be derived, {rate:g} "
+                f"({why}), and may ruin the policy: leave {name} out, or lower it"
+            )
+    return warnings
 
 
 def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str]:
@@ -315,11 +327,11 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
     activations = peak + _explain_long_rows(sizes) if sizes.activations else ""
     features = f", and at most {gb(sizes.features)} for features of pictures" if sizes.features else ""
     written = "an adapter" if sizes.adapter else "weights"
-    warm = _warm_start(config, train.rate)
+    warm = explain_warm_start(config, train.rate)
     return {
         **({"warm start": warm} if warm else {}),
         **_explain_derived(config, sizes.derived),
-        **({} if sizes.adapter is None else {"adapter": _explain_adapter(sizes.adapter)}),
+        **({} if sizes.adapter is None else {"adapter": sizes.adapter.explain()}),
         **({} if train.teacher is None else {"teacher": explain_teacher(sizes.config, sizes.parameters)}),
         "memory": f"engines: {gb(sizes.weights)} of weights{cache}; "
         f"{ranks}: {gb(sizes.rank)} of {sizes.held}{activations}{features}",
@@ -353,31 +365,6 @@ def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str
     }
 
 
-def _explain_adapter(trained: TrainedAdapter) -> str:
-    """What is trained in place of the weights, in words."""
-    of = trained.adapter
-    made = "made anew"
-    if trained.source is not None:
-        made = f"as {trained.source} has it" + (f", made for {trained.adapter.base}" if of.base else "")
-    return (
-        f"{trained.parameters:,} parameters are trained, factors of rank {of.rank} (alpha {of.alpha:g}) of "
-        f"{', '.join(of.targets)}; {made}"
-    )
-
-
-def _warm_start(config: RunConfig, rate: float) -> str | None:
-    """What the policy is shown before the first iteration, in words."""
-    warm = config.policy.warmstart
-    steps = config.policy.warm_steps
-    if warm is None or not steps:
-        return None
-    shown = warm.demonstrations or f"the environment {config.environment.name}"
-    at = ""
-    if config.policy.model is not None:
-        at = f", learning rate {warm_rate(warm, rate):g}"
-    return f"{steps} steps of {warm.batch_size} demonstrations, of {shown}{at}"
-
-
 def gb(num_bytes: int) -> str:
     """The number in words, with three digits or so."""
     if num_bytes < 1e6:
@@ -398,9 +385,13 @@ def disk_bytes(sizes: PolicySizes) -> int:
     train = sizes.config.train
     last = sizes.config.train.iterations
     keep = num_kept_weights(train, sizes.version) or last
-    # one that is being published is beside the newest
     often = (KEPT_EVERY, sizes.config.evaluate.every)
-    versions = sum(v >= last - keep or any(v % n == 0 for n in often) for v in range(1, last + 1))
+
+    def stays(version: int) -> bool:
+        # one that is being published is beside the newest
+        return version >= last - keep or any(version % every == 0 for every in often)
+
+    versions = sum(map(stays, range(1, last + 1)))
     for_good = last // train.keep_every if train.keep_every else 0
     checkpoints = min(train.keep_checkpoints + for_good, -(-last // train.interval))
     return versions * sizes.version + 2 * sizes.weights + checkpoints * sizes.checkpoint

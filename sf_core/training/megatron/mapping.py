@@ -119,8 +119,9 @@ class ParameterParts:
         self, name: str, size: tuple[int, ...], of: Callable[[torch.Tensor], torch.Tensor]
     ) -> ParameterPart:
         """This rank's part of a tensor of whose rows each tensor-parallel rank has as many."""
-        place = Slice((size[0] * self.parts, *size[1:]), (size[0] * self.rank, *[0] * (len(size) - 1)), size)
-        return ParameterPart(name, place, of, replicated=False)
+        whole = (size[0] * self.parts, *size[1:])
+        offset = (size[0] * self.rank, *[0] * (len(size) - 1))
+        return ParameterPart(name, Slice(whole, offset, size), of, replicated=False)
 
 
 def vocabulary_rows(vocabulary: int, padded: int, rank: int) -> slice:

@@ -127,13 +127,14 @@ class MegatronModel:
 
     def _pass(self, microbatches: Sequence[Microbatch], loss: TokenLoss, *, forward_only: bool) -> None:
         def step(following: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
-            here = next(following).to(self.device)
+            microbatch = next(following).to(self.device)
 
             def measure(scores: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict]:
                 # a loss with a number of tokens is left as it is
-                return loss(here, *scores), torch.ones((), dtype=torch.int), {}
+                num_tokens = torch.ones((), dtype=torch.int)
+                return loss(microbatch, *scores), num_tokens, {}
 
-            return model(here), measure
+            return model(microbatch), measure
 
         # the schedule takes at least one
         if microbatches:

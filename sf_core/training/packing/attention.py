@@ -96,8 +96,10 @@ class RowAttention:
 
     def _compute(self, part: _Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         queries = rows(q, part.queries).transpose(1, 2)
-        keys, values = (rows(tokens, part.keys).transpose(1, 2) for tokens in (k, v))
-        return self._kernel(queries, keys, values, part.seen).transpose(1, 2).flatten(0, 1)
+        keys = rows(k, part.keys).transpose(1, 2)
+        values = rows(v, part.keys).transpose(1, 2)
+        mixed = self._kernel(queries, keys, values, part.seen)
+        return mixed.transpose(1, 2).flatten(0, 1)
 
 
 def rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -144,11 +146,13 @@ def _plan(microbatch: Microbatch, block: int | None) -> tuple[list[_Part], torch
 
 def _cut(microbatch: Microbatch, block: int | None) -> list[_Block]:
     """Blocks of the tokens of each row that no row before it has: whole rows first, and then by length."""
-    found = []
+    blocks = []
     for row, (start, end) in enumerate(microbatch.own.tolist()):
         length = block or max(end - start, 1)
-        found += [_Block(row, at, min(at + length, end)) for at in range(start, end, length)]
-    return sorted(found, key=lambda one: (one.start > 0, one.end, one.length, one.row))
+        for begin in range(start, end, length):
+            blocks.append(_Block(row, begin, min(begin + length, end)))
+    blocks.sort(key=lambda cut: (cut.start > 0, cut.end, cut.length, cut.row))
+    return blocks
 
 
 def _group(blocks: Sequence[_Block], most_keys: int) -> Iterator[list[_Block]]:
@@ -176,8 +180,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tenso
     if seen is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     # the kernels of a GPU that take a mask want as many keys as queries
-    k, v = (tokens.repeat_interleave(q.shape[1] // k.shape[1], 1) for tokens in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, seen.unsqueeze(1))
+    shared = q.shape[1] // k.shape[1]
+    keys = k.repeat_interleave(shared, 1)
+    values = v.repeat_interleave(shared, 1)
+    return F.scaled_dot_product_attention(q, keys, values, seen.unsqueeze(1))
 
 
 def _attend_by_products(
@@ -231,5 +237,7 @@ def _attend_in_whole_rows(
     keys = k.flatten(0, 1)
     scores = torch.bmm(queries, keys.transpose(1, 2)).float() * width**-0.5
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-    weights = scores.masked_fill_(hidden.repeat(shared, 1), -torch.inf).softmax(-1)
-    return torch.bmm(weights.to(v.dtype), v.flatten(0, 1)).view(q.shape)
+    scores.masked_fill_(hidden.repeat(shared, 1), -torch.inf)
+    weights = scores.softmax(-1).to(v.dtype)
+    mixed = torch.bmm(weights, v.flatten(0, 1))
+    return mixed.view(q.shape)

@@ -81,10 +81,8 @@ def read_rows(batch: pa.Table) -> list[Row]:
         _split(batch, "weights", np.float32, 1.0),
     ]
     pictures = images_of(batch)
-    numbers = {
-        sha256: number
-        for number, sha256 in enumerate(dict.fromkeys(p.sha256 for own in pictures for p in own))
-    }
+    shown = dict.fromkeys(picture.sha256 for own in pictures for picture in own)
+    numbers = {sha256: number for number, sha256 in enumerate(shown)}
     per_token[0] = [
         name_pictures(ids, own, numbers) if own else ids
         for ids, own in zip(per_token[0], pictures, strict=True)
@@ -133,10 +131,11 @@ def _split(batch: pa.Table, name: str, dtype: type, null: object) -> list[npt.ND
     """One array per row of a list column, which may be all null."""
     column = batch[name].combine_chunks()
     if column.null_count == len(column):
-        return [np.full(n, null, dtype) for n in pc.list_value_length(batch["token_ids"]).to_pylist()]
-    values = pc.fill_null(column.flatten(), null).to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
+        lengths = pc.list_value_length(batch["token_ids"]).to_pylist()
+        return [np.full(length, null, dtype) for length in lengths]
+    values = pc.fill_null(column.flatten(), null).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(pc.list_value_length(column).to_numpy(zero_copy_only=False))
+    return np.split(values.astype(dtype, copy=False), ends[:-1])
 
 
 def _sampling(batch: pa.Table) -> list[npt.NDArray[np.void]]:
@@ -144,11 +143,14 @@ def _sampling(batch: pa.Table) -> list[npt.NDArray[np.void]]:
     turns = batch["turns"].combine_chunks()
     spans = pa.Table.from_struct_array(turns.flatten()).append_column("row", pc.list_parent_indices(turns))
     spans = spans.filter(pc.is_valid(spans["temperature"]))
-    ends = np.cumsum(pc.list_value_length(batch["token_ids"]).to_numpy())
-    of_tokens = np.zeros(ends[-1] if len(ends) else 0, SAMPLING)
-    first = np.concatenate([[0], ends])[spans["row"].to_numpy()] + spans["start"].to_numpy()
+    row_ends = np.cumsum(pc.list_value_length(batch["token_ids"]).to_numpy())
+    row_starts = np.concatenate([[0], row_ends])
+    span_starts = row_starts[spans["row"].to_numpy()] + spans["start"].to_numpy()
     lengths = spans["end"].to_numpy() - spans["start"].to_numpy()
-    tokens = np.repeat(first - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+    # the tokens of all spans, of which each counts up from its start
+    in_earlier_spans = np.cumsum(lengths) - lengths
+    tokens = np.repeat(span_starts - in_earlier_spans, lengths) + np.arange(lengths.sum())
+    sampling = np.zeros(row_starts[-1], SAMPLING)
     for name in SAMPLING.names or ():
-        of_tokens[name][tokens] = np.repeat(spans[name].to_numpy(), lengths)
-    return np.split(of_tokens, ends[:-1]) if len(ends) else []
+        sampling[name][tokens] = np.repeat(spans[name].to_numpy(), lengths)
+    return np.split(sampling, row_ends[:-1]) if len(row_ends) else []

@@ -38,7 +38,8 @@ class Packing:
 def split_groups(rows: Sequence[Row], num_parts: int, random: np.random.Generator) -> list[list[Row]]:
     """Deal whole groups at random into parts of about equal size."""
     groups = list(dict.fromkeys(row.group for row in rows))
-    part_of = {groups[g]: i % num_parts for i, g in enumerate(random.permutation(len(groups)))}
+    shuffled = random.permutation(len(groups))
+    part_of = {groups[index]: position % num_parts for position, index in enumerate(shuffled)}
     return [[row for row in rows if part_of[row.group] == part] for part in range(num_parts)]
 
 
@@ -65,9 +66,13 @@ def share(rows: Sequence[Row], part: int, num_parts: int, packing: Packing) -> l
     """The microbatches of one of the parts into which `deal` splits the rows: as many as those of any other,
     because ranks that hold a model together go through it together. Some may be empty."""
     bound = packing.bound(rows)
-    parts = [list(_together(own, packing.rule, bound)) for own in deal(rows, num_parts, packing.rule)]
+    parts = [
+        list(_together(rows_of_part, packing.rule, bound))
+        for rows_of_part in deal(rows, num_parts, packing.rule)
+    ]
     own = [make_microbatch(together, packing.rule, bound) for together in parts[part]]
-    return own + [Microbatch.empty()] * (max(map(len, parts)) - len(own))
+    most = max(map(len, parts))
+    return own + [Microbatch.empty()] * (most - len(own))
 
 
 def _together(rows: Sequence[Row], rule: PackingRule, bound: int) -> Iterator[list[Row]]:

@@ -102,9 +102,12 @@ class Microbatch:
         )
 
     def to(self, device: torch.device) -> Microbatch:
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **values | {name: tensor.to(device) for name, tensor in tensors.items()})
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                moved[field.name] = value.to(device)
+        return replace(self, **moved)
 
     @property
     def padded_ids(self) -> torch.Tensor:
@@ -114,32 +117,29 @@ class Microbatch:
 
 def make_microbatch(rows: Sequence[Row], rule: PackingRule, bound: int) -> Microbatch:
     """The trie of rows that are sorted by their tokens."""
-    grid = np.zeros((len(rows), max(row.length for row in rows)), dtype=np.int64)
-    starts = []
-    num_tokens = 0
-    for line, row in enumerate(rows):
-        shared = common_prefix(rows[line - 1], row) if line else 0
-        grid[line, :shared] = grid[line - 1, :shared]
-        grid[line, shared : row.length] = np.arange(num_tokens, num_tokens + row.length - shared)
-        starts.append(shared)
-        num_tokens += row.length - shared
+    grid, starts = _make_grid(rows)
+    width = grid.shape[1]
     own = [np.arange(start, row.length) for start, row in zip(starts, rows, strict=True)]
+    owners = [line * width + indices for line, indices in enumerate(own)]
     depths = own
     seen = {}
     if any(row.seen for row in rows):
-        depths = [place_tokens(row.length, row.seen)[i] for row, i in zip(rows, own, strict=True)]
+        positions = [place_tokens(row.length, row.seen) for row in rows]
+        depths = [of_row[indices] for of_row, indices in zip(positions, own, strict=True)]
         seen = _find_shown(rows, own)
     trained = [np.flatnonzero(row.loss_mask) for row in rows]
 
     def gather(arrays: Sequence[npt.NDArray[Any]], indices: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([a[i] for a, i in zip(arrays, indices, strict=True)]))
+        """The elements at the indices of each row, one row behind the other."""
+        of_rows = [array[index] for array, index in zip(arrays, indices, strict=True)]
+        return torch.from_numpy(np.concatenate(of_rows))
 
     return Microbatch(
         token_ids=gather([row.token_ids for row in rows], own).long(),
         depths=torch.from_numpy(np.concatenate(depths)),
         grid=torch.from_numpy(grid),
-        owners=torch.from_numpy(np.concatenate([line * grid.shape[1] + i for line, i in enumerate(own)])),
-        positions=gather(list(grid), [i - 1 for i in trained]),
+        owners=torch.from_numpy(np.concatenate(owners)),
+        positions=gather(list(grid), [indices - 1 for indices in trained]),
         targets=gather([row.token_ids for row in rows], trained).long(),
         logprobs=gather([row.logprobs for row in rows], trained),
         old=gather([row.logprobs if row.old is None else row.old for row in rows], trained),
@@ -149,10 +149,10 @@ def make_microbatch(rows: Sequence[Row], rule: PackingRule, bound: int) -> Micro
         correction=gather([_or_full(row.correction, row, 1.0) for row in rows], trained),
         values=gather([_or_full(row.values, row, np.nan) for row in rows], trained),
         returns=gather([_or_full(row.returns, row, np.nan) for row in rows], trained),
-        row=torch.from_numpy(np.repeat(np.arange(len(rows)), [i.size for i in trained])),
+        row=torch.from_numpy(np.repeat(np.arange(len(rows)), [indices.size for indices in trained])),
         numbers=np.array([row.number for row in rows], dtype=np.int64),
         policy_versions=gather([row.policy_versions for row in rows], trained),
-        sampling=np.concatenate([row.sampling[i] for row, i in zip(rows, trained, strict=True)]),
+        sampling=np.concatenate([row.sampling[indices] for row, indices in zip(rows, trained, strict=True)]),
         own=np.array([[start, row.length] for start, row in zip(starts, rows, strict=True)], np.int64),
         rule=rule,
         bound=bound,
@@ -160,21 +160,42 @@ def make_microbatch(rows: Sequence[Row], rule: PackingRule, bound: int) -> Micro
     )
 
 
+def _make_grid(rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], list[int]]:
+    """The grid of a microbatch, and how many tokens each row has in common with the row before it."""
+    grid = np.zeros((len(rows), max(row.length for row in rows)), dtype=np.int64)
+    starts = []
+    num_tokens = 0
+    for line, row in enumerate(rows):
+        shared = common_prefix(rows[line - 1], row) if line else 0
+        num_own = row.length - shared
+        grid[line, :shared] = grid[line - 1, :shared]
+        grid[line, shared : row.length] = np.arange(num_tokens, num_tokens + num_own)
+        starts.append(shared)
+        num_tokens += num_own
+    return grid, starts
+
+
 def _find_shown(rows: Sequence[Row], own: Sequence[npt.NDArray[np.int64]]) -> dict[str, Any]:
     """The fields of a microbatch that tell what its tokens show. `own`: of each row, the tokens that no row
     before has."""
-    pictures = {picture.sha256: picture for row in rows for picture in row.seen}
-    ends = np.cumsum([picture.length for picture in pictures.values()])
-    first = {sha256: int(end) - pictures[sha256].length for sha256, end in zip(pictures, ends, strict=True)}
-    parts = []
-    for row, places in zip(rows, own, strict=True):
-        of_tokens = np.full(row.token_ids.size, -1)
+    pictures: dict[str, PictureSpan] = {}
+    for row in rows:
+        pictures.update((picture.sha256, picture) for picture in row.seen)
+    first_parts: dict[str, int] = {}
+    num_parts = 0
+    for sha256, picture in pictures.items():
+        first_parts[sha256] = num_parts
+        num_parts += picture.length
+    own_parts = []
+    for row, indices in zip(rows, own, strict=True):
+        part_of_token = np.full(row.token_ids.size, -1)
         for picture in row.seen:
-            of_tokens[picture.start :][: picture.length] = first[picture.sha256] + np.arange(picture.length)
-        parts.append(of_tokens[places])
-    together = torch.from_numpy(np.concatenate(parts))
-    (shown,) = torch.nonzero(together >= 0, as_tuple=True)
-    return {"pictures": tuple(pictures.values()), "shown": shown, "parts": together[shown]}
+            span = slice(picture.start, picture.start + picture.length)
+            part_of_token[span] = first_parts[picture.sha256] + np.arange(picture.length)
+        own_parts.append(part_of_token[indices])
+    parts = torch.from_numpy(np.concatenate(own_parts))
+    (shown,) = torch.nonzero(parts >= 0, as_tuple=True)
+    return {"pictures": tuple(pictures.values()), "shown": shown, "parts": parts[shown]}
 
 
 def _or_full(values: npt.NDArray[np.float32] | None, row: Row, default: float) -> npt.NDArray[np.float32]:

@@ -209,9 +209,12 @@ def _digest_start(run: TrainedRun) -> str:
     """A digest of the weights in the start folder, by the checksums of their files."""
     manifest = run.directory.read_manifest(None, "start")
     assert manifest is not None, "the start must be committed first"
-    files = {ref.uri: ref.sha256 for ref in manifest.outputs if ref.uri.endswith(".safetensors")}
-    weights = [f"{digest} {uri}" for uri, digest in sorted(files.items()) if "/adapter/" not in uri]
-    return hashlib.sha256("\n".join(weights).encode()).hexdigest()
+    digests: dict[str, str] = {}
+    for ref in manifest.outputs:
+        if ref.uri.endswith(".safetensors") and "/adapter/" not in ref.uri:
+            digests[ref.uri] = ref.sha256
+    lines = [f"{digest} {uri}" for uri, digest in sorted(digests.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _complete_until(run: TrainedRun, version: int) -> list[int]:

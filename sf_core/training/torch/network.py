@@ -280,14 +280,18 @@ class _Whole(_Predicting):
         trained: list[torch.Tensor] = []
 
         def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            trained.append(rows(args[0].flatten(0, 1), microbatch.owners[microbatch.positions]))
-            return trained[0][: 0 if self.head_is_last else None].unsqueeze(0)
+            hidden = rows(args[0].flatten(0, 1), microbatch.owners[microbatch.positions])
+            trained.append(hidden)
+            of_head = hidden[:0] if self.head_is_last else hidden
+            return of_head.unsqueeze(0)
 
         head = self.get_output_embeddings()  # type: ignore[operator]
         with head.register_forward_pre_hook(select):
             whole: Any = super(_Predicting, self).forward
             logits: torch.Tensor = whole(microbatch.padded_ids, use_cache=False).logits
-        return (trained[0], head.weight) if self.head_is_last else (logits.squeeze(0), None)
+        if self.head_is_last:
+            return trained[0], head.weight
+        return logits.squeeze(0), None
 
 
 class _Recomputed(nn.Module):
@@ -347,7 +351,10 @@ def head_is_last(model: Any) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         return False
-    given = torch.linspace(-50, 50, head.out_features, dtype=head.weight.dtype, device=head.weight.device)
+    dtype = head.weight.dtype
+    device = head.weight.device
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    given = torch.linspace(-50, 50, head.out_features, dtype=dtype, device=device)
     with head.register_forward_hook(lambda *_: given.expand(1, 1, -1).clone()):
-        answered = model(torch.zeros(1, 1, dtype=torch.long, device=given.device), use_cache=False).logits
-    return torch.equal(answered.flatten().to(given.dtype), given)
+        logits = model(token, use_cache=False).logits
+    return torch.equal(logits.flatten().to(dtype), given)

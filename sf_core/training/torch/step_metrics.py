@@ -95,15 +95,16 @@ def summaries(per_token: dict[str, torch.Tensor]) -> dict[str, Summary]:
 
 def token_metrics(of_ranks: list[dict[str, Summary]]) -> dict[str, float]:
     """Means over the trained tokens of all ranks, and maxima where these matter; NaN over none."""
-    parts = {name: [own[name] for own in of_ranks if name in own] for name in MEANS}
-    means = {
-        label: _mean(parts[name]) for name, label in MEANS.items() if parts[name] or name not in OPTIONAL
-    }
-    maxima = {
-        label: max((part.maximum for part in parts[name]), default=math.nan) for name, label in MAXIMA.items()
-    }
+    parts = {name: [summaries[name] for summaries in of_ranks if name in summaries] for name in MEANS}
+    metrics: dict[str, float] = {}
+    for name, label in MEANS.items():
+        if parts[name] or name not in OPTIONAL:
+            metrics[label] = _mean(parts[name])
+    for name, label in MAXIMA.items():
+        metrics[label] = max((part.maximum for part in parts[name]), default=math.nan)
     compared = sum(part.count for part in parts["engine_difference"])
-    return means | maxima | {"engine_difference_tokens": float(compared)}
+    metrics["engine_difference_tokens"] = float(compared)
+    return metrics
 
 
 def _mean(parts: list[Summary]) -> float:
@@ -117,8 +118,10 @@ def teacher_metrics(rows: Sequence[Row], scores: Mapping[Score, Values]) -> dict
     """The divergence KL(policy || teacher) as the sampled tokens estimate it, if there are scores of one."""
     if "teacher" not in scores:
         return {}
-    triples = zip(rows, scores["start"], scores["teacher"], strict=True)
-    gaps = np.concatenate([(start - teacher)[row.loss_mask] for row, start, teacher in triples])
+    of_rows = []
+    for row, start, teacher in zip(rows, scores["start"], scores["teacher"], strict=True):
+        of_rows.append((start - teacher)[row.loss_mask])
+    gaps = np.concatenate(of_rows)
     return {"teacher_kl": float(gaps.mean(dtype=np.float64)) if gaps.size else math.nan}
 
 
@@ -128,8 +131,10 @@ def batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
     first = first_rows(batch["session_id"])
     rewards: Any = batch["reward"].to_numpy()[first]
     teaching = [row for row in rows if row.advantages.any()]
-    sessions, taught = ({row.session for row in some} for some in (rows, teaching))
-    groups, moving = ({row.group for row in some} for some in (rows, teaching))
+    sessions = {row.session for row in rows}
+    taught_sessions = {row.session for row in teaching}
+    groups = {row.group for row in rows}
+    taught_groups = {row.group for row in teaching}
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -140,8 +145,8 @@ def batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
         "sampled_max": float(sampled.max()),
         "tokens": float(sampled.sum()),
         "rows": float(len(rows)),
-        "zero_advantage_share": len(sessions - taught) / len(sessions),
-        "zero_signal_groups": len(groups - moving) / len(groups),
+        "zero_advantage_share": len(sessions - taught_sessions) / len(sessions),
+        "zero_signal_groups": len(groups - taught_groups) / len(groups),
     }
 
 

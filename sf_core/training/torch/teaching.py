@@ -129,22 +129,33 @@ def score_rows(
     own: dict[int, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = {}
 
     def note(microbatch: Microbatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
-        row, first, second = (tensor.cpu().numpy() for tensor in (microbatch.row, logprobs, entropies))
+        row_of_token = microbatch.row.cpu().numpy()
+        trained_logprobs = logprobs.cpu().numpy()
+        trained_entropies = entropies.cpu().numpy()
         for index, number in enumerate(microbatch.numbers):
-            own[int(number)] = first[row == index], second[row == index]
+            mask = row_of_token == index
+            own[int(number)] = trained_logprobs[mask], trained_entropies[mask]
         return logprobs.sum()
 
-    model.forward(share(rows, model.share, model.num_shares, packing_of(config, model)), note)
-    whole = {
-        number: pair for part in ranks.gather(own if model.measures else {}) for number, pair in part.items()
-    }
-    found: tuple[list[npt.NDArray[np.float32]], list[npt.NDArray[np.float32]]] = ([], [])
+    microbatches = share(rows, model.share, model.num_shares, packing_of(config, model))
+    model.forward(microbatches, note)
+    scores: dict[int, tuple[npt.ArrayLike, npt.ArrayLike]] = {}
+    for scores_of_rank in ranks.gather(own if model.measures else {}):
+        scores.update(scores_of_rank)
+    all_logprobs = []
+    all_entropies = []
     for row in rows:
-        for values, into in zip(whole.get(row.number, (0.0, 0.0)), found, strict=True):
-            filled = np.zeros(row.token_ids.size, np.float32)
-            filled[row.loss_mask] = values
-            into.append(filled)
-    return found
+        row_logprobs, row_entropies = scores.get(row.number, (0.0, 0.0))
+        all_logprobs.append(_fill_trained(row, row_logprobs))
+        all_entropies.append(_fill_trained(row, row_entropies))
+    return all_logprobs, all_entropies
+
+
+def _fill_trained(row: Row, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Values of the trained tokens at their places in the row, 0 elsewhere."""
+    filled = np.zeros(row.token_ids.size, np.float32)
+    filled[row.loss_mask] = values
+    return filled
 
 
 def prepare_rows(
@@ -160,16 +171,16 @@ def prepare_rows(
         samples = replace(samples_of(select_training_rows(batch), version), scores=scores)
         samples = replace(samples, rewards=samples.rewards - _penalties(samples, loss))
         advantages, weights = weigh(samples, config.advantage, config.weights, config.teacher)
-        maps = zip(found, advantages, weights, strict=True)
-        found = [replace(row, advantages=a, weights=w) for row, a, w in maps]
+        weighted = zip(found, advantages, weights, strict=True)
+        found = [replace(row, advantages=advantage, weights=weight) for row, advantage, weight in weighted]
         if isinstance(config.advantage, Gae):
-            taught_values = zip(found, scores["values"], config.advantage.returns(samples), strict=True)
-            found = [replace(row, values=v, returns=r) for row, v, r in taught_values]
+            predicted = zip(found, scores["values"], config.advantage.returns(samples), strict=True)
+            found = [replace(row, values=values, returns=returns) for row, values, returns in predicted]
     if start is not None and loss.correction is not None:
-        for i, (row, values) in enumerate(zip(found, start, strict=True)):
+        for i, (row, start_logprobs) in enumerate(zip(found, start, strict=True)):
             factors = np.ones(row.token_ids.size, np.float32)
             mask = row.loss_mask
-            factors[mask] = loss.correction(values[mask], row.logprobs[mask])
+            factors[mask] = loss.correction(start_logprobs[mask], row.logprobs[mask])
             found[i] = replace(row, correction=factors)
     if start is not None and loss.ratio_to == "step_start":
         found = [replace(row, old=values) for row, values in zip(found, start, strict=True)]
@@ -209,7 +220,12 @@ def weigh_rows(rows: Sequence[Row], loss: LossConfig) -> tuple[list[Row], float]
     """The rows of an optimiser step with weights such that their sum over tokens, divided by the number that
     is returned, is the mean that the loss is."""
     lengths = np.array([row.weights[row.loss_mask].sum(dtype=np.float64) for row in rows])
-    units = [row.group if loss.mean_over == "group" else row.session for row in rows]
-    factors, total = mean_over(lengths, None if loss.mean_over == "token" else units, loss.session_tokens)
-    pairs = zip(rows, factors, strict=True)
-    return [replace(row, weights=(row.weights * f).astype(np.float32)) for row, f in pairs], total or 1.0
+    units = None
+    if loss.mean_over != "token":
+        units = [row.group if loss.mean_over == "group" else row.session for row in rows]
+    factors, total = mean_over(lengths, units, loss.session_tokens)
+    weighted = []
+    for row, factor in zip(rows, factors, strict=True):
+        weights = (row.weights * factor).astype(np.float32)
+        weighted.append(replace(row, weights=weights))
+    return weighted, total or 1.0

@@ -162,7 +162,8 @@ class TorchModel(_Held):
             }
         if self._dtype == torch.bfloat16:
             spread(self.network.trained.values())
-        self._held = self._dtype if self._place(ranks, self._dtype, is_frozen=adapter is not None) else None
+        is_held = self._place(ranks, self._dtype, is_frozen=adapter is not None)
+        self._held = self._dtype if is_held else None
         self._parameters = self.network.trained
         # learning rate, betas and weight decay are set in every step
         self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)

@@ -137,12 +137,14 @@ class ModelTrainer:
             return {}
         model = self._frozen.load(version, self.model)
         logprobs, _ = teaching.score_rows(rows, self.config, model, self._ranks)
-        pairs = zip(rows, logprobs, strict=True)
-        found = np.concatenate([np.abs(own - row.logprobs)[row.loss_mask] for row, own in pairs])
+        of_rows = []
+        for row, own in zip(rows, logprobs, strict=True):
+            of_rows.append(np.abs(own - row.logprobs)[row.loss_mask])
+        differences = np.concatenate(of_rows)
         return {
-            "lagged_difference_mean": float(found.mean(dtype=np.float64)),
-            "lagged_difference_max": float(found.max()),
-            "lagged_difference_tokens": float(found.size),
+            "lagged_difference_mean": float(differences.mean(dtype=np.float64)),
+            "lagged_difference_max": float(differences.max()),
+            "lagged_difference_tokens": float(differences.size),
             "lagged_difference_version": float(version),
         }
 
@@ -211,9 +213,13 @@ class ModelTrainer:
 
     def _check_teacher(self, rows: list[Row], per_token: PerToken) -> None:
         """Raises ValueError if numbers of the teacher are not finite where the policy's are."""
-        numbers = {int(number) for some in per_token["faulty"] for number in some}
-        if found := set[int]().union(*self._ranks.gather(numbers)):
-            raise teaching.teacher_fault(next(row for row in rows if row.number == min(found)))
+        own = set[int]()
+        for numbers in per_token["faulty"]:
+            own.update(map(int, numbers))
+        faulty = set[int]().union(*self._ranks.gather(own))
+        if faulty:
+            first = min(faulty)
+            raise teaching.teacher_fault(next(row for row in rows if row.number == first))
 
     @property
     def _learning_rate(self) -> float:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation.clock import EventClock, Process, Signal
 from benchmarks.simulation.comparison import MeasuredLengths, comparison
+from benchmarks.simulation.device import Failures
 from benchmarks.simulation.fleet import Turn
 from benchmarks.simulation.outcome import Simulated
 from benchmarks.simulation.overheads import Overheads
-from benchmarks.simulation.simulator import Failures
 from benchmarks.simulation.variants import (
     VARIANTS,
     Devices,
