@@ -109,9 +109,10 @@ test-system: setup ## run the tests with real stacks, vLLM, a browser, podman an
 	$(MAKE) vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	@$(BIN)/python -m tests.tiers system
 
-# docs/decisions/063
+# docs/decisions/063; ONLY=install and ONLY=test do one half each: `.ci/run` installs beside other tests
+ONLY =
 test-newest: setup ## install from nothing into the newest Python found here, with the newest packages, and run the smoke tests
-	@$(BIN)/python -m tests.pythons newest
+	@$(BIN)/python -m tests.pythons newest $(ONLY)
 
 test-lowest: setup ## install the lowest packages that pyproject.toml allows, and run the smoke tests
 	@$(BIN)/python -m tests.pythons lowest
