@@ -20,6 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+ON_ONE_SERVER = ("browser", "cancel", "deployments", "lost_runs", "strange_pages", "user_package")
 TOGETHER = {
     # they use one vLLM server
     "vllm": tuple(f"sf_core/engines/vllm/test_{name}" for name in ("contract", "kv", "teacher")),
@@ -34,14 +35,13 @@ TOGETHER = {
     "megatron": tuple(f"sf_core/training/megatron/test_{name}" for name in ("backend", "megatron_model")),
     # they read one site, which takes a while to build
     "the site": ("docs/test_pictures", "docs/test_site"),
-    # they read one run, which takes a minute or two to train
-    "the quickstart": ("e2e/test_data", "e2e/test_object_store", "e2e/test_quickstart"),
-    # they use one Prefect server
-    "deployments": tuple(
+    # half of the tests of the cluster, with those that read one run, which takes a minute or two to train
+    "the quickstart": tuple(
         f"e2e/test_{name}"
-        for name in ("browser", "cancel", "deployments", "lost_runs", "strange_pages", "user_package")
+        for name in ("data", "gang", "joining", "object_store", "pipelines", "quickstart", "resume")
     ),
-    "faults": tuple(f"e2e/test_{name}" for name in ("gang", "joining", "pipelines", "resume")),
+    # the other half, with those that use one Prefect server
+    "deployments": tuple(f"e2e/test_{name}" for name in (*ON_ONE_SERVER, "lora", "sweep")),
 }
 """Files whose tests run one after the other in one process, so that they share what is dear to start: the
 cluster, and what the comments say."""

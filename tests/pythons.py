@@ -2,7 +2,8 @@
 
 `python -m tests.pythons newest` takes the newest Python of this machine that pyproject.toml names, and the
 newest packages. `python -m tests.pythons lowest` takes the Python of `.venv`, and the lowest allowed version
-of each package that pyproject.toml names.
+of each package that pyproject.toml names. With `install` as second word it only installs, and with `test` it
+only tests what is installed: `.ci/run` installs beside other tests.
 """
 
 from __future__ import annotations
@@ -31,27 +32,38 @@ _UV = "uv==0.9.9"
 _FIRST = ("~=", ">=", "==")
 
 
-def main(which: str) -> int:
+def main(which: str, only: str = "") -> int:
     python = sys.executable
-    constraints = {}
-    folder = ENVIRONMENTS / which
     if which == "newest":
         version, python = newest_python()
         if version == sys.version_info[1]:
             print(f"newest: Python 3.{version} of .venv is the newest one here that pyproject.toml names")
             return 0
-    else:
-        constraints = {"PIP_CONSTRAINT": str(pin_lowest(ENVIRONMENTS / "lowest.txt").absolute())}
     began = time.monotonic()
+    if only != "test":
+        install(which, python)
+    if only != "install":
+        run_smoke_tests(ENVIRONMENTS / which)
+        print(f"{which} tier: {time.monotonic() - began:.0f} s", flush=True)
+    return 0
+
+
+def install(which: str, python: str) -> None:
+    began = time.monotonic()
+    constraints = {}
+    if which == "lowest":
+        constraints["PIP_CONSTRAINT"] = str(pin_lowest(ENVIRONMENTS / "lowest.txt").absolute())
+    folder = ENVIRONMENTS / which
     shutil.rmtree(folder, ignore_errors=True)
     run(["make", "--no-print-directory", "setup", f"PYTHON={python}", f"VENV={folder}"], **constraints)
     print(f"{which}: installed in {time.monotonic() - began:.0f} s, {count_mb(folder)} MB", flush=True)
+
+
+def run_smoke_tests(folder: Path) -> None:
     train_quickstart(folder.absolute() / "bin" / "sf")
     run([str(folder / "bin" / "python"), "-m", "tests.tiers", "smoke"])
     # gigabytes; where a step failed, they stay for a closer look
     shutil.rmtree(folder)
-    print(f"{which} tier: {time.monotonic() - began:.0f} s", flush=True)
-    return 0
 
 
 def run(command: list[str], **env: str) -> None:
@@ -149,4 +161,4 @@ def count_mb(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class Cluster:
     services: Services
     prefix: tuple[str, ...] = ()
     """Words in front of the command of a flow."""
+    _flows: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """Flows that the current test has started."""
 
     @property
     def user_code(self) -> Path:
@@ -75,12 +78,27 @@ class Cluster:
         file = self.folder / f"{config.run_id}.json"
         file.write_text(config.model_dump_json(), encoding="utf-8")
         log = open(self.folder / f"{config.run_id}.log", "ab")  # noqa: SIM115
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*self.prefix, sys.executable, "-m", f"flows.{flow}", str(file)],
             env={**self.stack.env, "PREFECT_API_URL": self.services.api, **env},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
+        self._flows.append(process)
+        return process
+
+    def end_flows(self) -> None:
+        """End the flows that a failed test has left: they hold the workers that the next test needs."""
+        left = [flow for flow in self._flows if flow.poll() is None]
+        self._flows.clear()
+        for flow in left:
+            flow.send_signal(signal.SIGCONT)
+            flow.send_signal(signal.SIGINT)
+            try:
+                flow.wait(patience(60))
+            except subprocess.TimeoutExpired:
+                flow.kill()
+                flow.wait()
 
     def log(self, config: RunConfig) -> str:
         return (self.folder / f"{config.run_id}.log").read_text(encoding="utf-8")
@@ -107,9 +125,10 @@ class Cluster:
 
     def worker_process(self, name: str) -> psutil.Process:
         """The process that runs the worker's tasks; its nanny starts another one when it dies."""
-        if process := worker_of(self.stack.processes[f"worker-{name}"].pid()):
-            return process
-        raise LookupError(f"worker {name} has no process")
+        nanny = self.stack.processes[f"worker-{name}"]
+        process = wait_until(lambda: worker_of(nanny.pid()), f"a process of worker {name}", every_s=0.02)
+        assert isinstance(process, psutil.Process)
+        return process
 
 
 def overlap_s(some: Iterable[Span], others: Iterable[Span]) -> float:
@@ -157,6 +176,15 @@ def cluster(
     cache = pytestconfig.cache.mkdir("warmstarts")
     with running_cluster(tmp_path_factory.mktemp("cluster"), cache, RunConfig().cluster.workers) as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def no_flow_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails must not fail those after it."""
+    cluster = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
+    yield
+    if cluster is not None:
+        cluster.end_flows()
 
 
 @pytest.fixture(scope="session")

@@ -28,35 +28,10 @@ HOOKS = "hook"
 
 # what is crashed and what is told: tests/tasks/test_lost_runs.py, tests/sf_core/reports/test_log_lines.py
 @pytest.mark.nightly
-def test_a_killed_run_is_started_again_where_it_stopped(server: Server, cluster: Cluster) -> None:
-    config = without_addresses(cluster.config("killed"))
-    with server.worker() as worker:
-        run = server.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
-        wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
-        for process in psutil.Process(worker.pid()).children(recursive=True):
-            process.kill()
-        before = manifests(config)
-        ended = server.await_state(run, "Completed", 200, worker)
-    assert (2, "publish") not in before
-    assert (ended.name, ended.run_count) == ("killed", 2)
-    after = manifests(config)
-    assert (2, "publish") in after
-    assert {key: after[key] for key in before} == before
-    with server.client() as client:
-        mine = FlowRunFilter.model_validate({"parent_flow_run_id": {"any_": [run.id]}})
-        parts = [part.state_name for part in client.read_flow_runs(flow_run_filter=mine)]
-    assert set(parts) <= {"Completed", "Crashed"} and parts.count("Crashed") <= 1
-    lines = server.logs(ended)
-    assert len([line for line in lines if line.startswith("attempt 2 continues with iteration ")]) == 1
-    for number in range(3):
-        assert len([line for line in lines if line.startswith(f"iteration {number}, ")]) == 1
-
-
-@pytest.mark.nightly
-def test_a_crash_that_is_reported_again_after_the_restart_does_not_restart_the_run_again(
+def test_a_killed_run_is_started_again_once_where_it_stopped_although_its_crash_is_reported_twice(
     server: Server, cluster: Cluster
 ) -> None:
-    config = without_addresses(cluster.config("reported-late", train={"iterations": 20}))
+    config = without_addresses(cluster.config("killed", train={"iterations": 20}))
 
     def hooks() -> psutil.Process | None:
         """The process between the two reports of a worker."""
@@ -71,6 +46,7 @@ def test_a_crash_that_is_reported_again_after_the_restart_does_not_restart_the_r
         wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
         for process in psutil.Process(worker.pid()).children(recursive=True):
             process.kill()
+        before = manifests(config)
         between = wait_until(hooks, "the first report", every_s=0.05)
         between.suspend()
         try:
@@ -80,7 +56,18 @@ def test_a_crash_that_is_reported_again_after_the_restart_does_not_restart_the_r
         between.wait(patience())
         assert not is_committed(config, 19, "publish")
         ended = server.await_state(run, "Completed", 200, worker)
-    assert (ended.run_count, server.states(run).count("Crashed")) == (2, 1)
+    assert (ended.name, ended.run_count, server.states(run).count("Crashed")) == ("killed", 2, 1)
+    after = manifests(config)
+    assert (19, "publish") in after
+    assert {key: after[key] for key in before} == before
+    with server.client() as client:
+        mine = FlowRunFilter.model_validate({"parent_flow_run_id": {"any_": [run.id]}})
+        parts = [part.state_name for part in client.read_flow_runs(flow_run_filter=mine)]
+    assert set(parts) <= {"Completed", "Crashed"} and parts.count("Crashed") <= 1
+    lines = server.logs(ended)
+    assert len([line for line in lines if line.startswith("attempt 2 continues with iteration ")]) == 1
+    for number in range(20):
+        assert len([line for line in lines if line.startswith(f"iteration {number}, ")]) == 1
 
 
 @pytest.mark.parametrize(("pool", "state"), [("process", "Running"), ("kubernetes", "Crashed")])

@@ -22,7 +22,7 @@ def call_apart(function: Callable[..., Any], *args: Any, raises: Iterable[type[V
     `raises`, as the function does, and CalledProcessError if the process ends without an answer."""
     if "torch" in sys.modules:
         return function(*args)
-    answer = json.loads(_ask(json.dumps([function.__module__, function.__qualname__, *args])))
+    answer = json.loads(_ask(json.dumps([function.__module__, function.__qualname__, *args], sort_keys=True)))
     if "raised" in answer:
         kinds = {kind.__name__: kind for kind in raises}
         raise kinds.get(answer["raised"], ValueError)(answer["reason"])

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _SHOWN = 3
 """Most names that a sentence lists."""
 
+_OF_A_WHOLE = frozenset({"text_config", "vision_config"})
+"""Keys in the config.json of a model with a tower: those of its parts."""
+
 _WRAPPERS = {
     "_orig_mod.": "torch.compile",
     "module.": "DistributedDataParallel",
@@ -112,6 +115,8 @@ def find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], *, 
     """What weights of these names and shapes lack of the model that a config.json describes. `part`: they
     have no tower that sees, which versions of a policy do not have. Raises UnknownModelError."""
     sizes = {name: [*size] for name, size in stored.items()}
+    # of a model without a tower, a version is the whole: the question that was asked for version 0
+    part = part and not _OF_A_WHOLE.isdisjoint(shape)
     found = call_apart(_find_lack, dict(shape), sizes, part, raises=[UnknownModelError])
     _counted[_key(shape)] = found["parameters"]
     return Lack(**found["lack"])

@@ -40,6 +40,8 @@ def test_a_process_without_torch_asks_another_one_once() -> None:
     asked = call_apart(own_process, "x")
     assert asked != os.getpid()
     assert call_apart(own_process, "x") == asked != call_apart(own_process, "y")
+    sizes = {"a": 1, "b": 2}
+    assert call_apart(own_process, sizes) == call_apart(own_process, dict(reversed(sizes.items())))
 
 
 def test_a_process_that_has_torch_answers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,15 +63,22 @@ def test_a_process_that_ends_without_an_answer_is_told() -> None:
         call_apart(end)
 
 
-def test_what_a_command_says_of_a_policy_needs_no_torch_in_its_process(small_policy: str) -> None:
+def test_what_a_command_says_of_a_policy_needs_no_torch_in_its_process_and_its_versions_ask_no_more(
+    small_policy: str,
+) -> None:
     program = """
 import sys
 from sf_core.cli import launch
 from sf_core.config import RunConfig
+from sf_core.models.pretrained import apart
 from sf_core.stages.settling.sizes import PolicySizes
+from sf_core.training.teacher_folder import TeacherFolder
 sizes = PolicySizes.of(RunConfig.model_validate({"policy": {"model": sys.argv[1]}}))
-print(sizes.parameters, "torch" in sys.modules)
+before = apart._ask.cache_info().misses
+for weights in (None, sys.argv[1]):
+    TeacherFolder(sys.argv[1], weights).check("policy", "copy it again")
+print(sizes.parameters, "torch" in sys.modules, apart._ask.cache_info().misses - before)
 """
     command = [sys.executable, "-c", program, small_policy]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert int(told[0]) > 0 and told[1] == "False"
+    assert int(told[0]) > 0 and told[1:] == ["False", "0"]
