@@ -15,6 +15,9 @@ pytest_plugins = ["tests.bench.fixtures", "tests.properties"]
 # set in the workers of pytest-xdist; a console that is made then keeps this width
 os.environ.pop("COLUMNS", None)
 
+# torch's threads otherwise spin while they wait for each other, which takes longer than what tests compute
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
 # each client of HTTP reads the authorities that it trusts. Those of a system take 20 ms, and tests need none
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "data/authority.pem")
 os.environ.pop("SSL_CERT_DIR", None)
