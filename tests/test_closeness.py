@@ -1,4 +1,4 @@
-"""What float32 costs a network, measured against float64, sizes the tolerances of tests/closeness.py."""
+"""What float32 costs a network, measured against float64, sizes the tolerances of closeness.py."""
 
 from __future__ import annotations
 

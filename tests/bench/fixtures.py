@@ -35,6 +35,13 @@ if TYPE_CHECKING:
     from tests.bench.training.gang import Member
     from tests.bench.workers import WorkerBench
 
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of async tests and fixtures."""
+    return "asyncio"
+
+
 # --- models
 
 

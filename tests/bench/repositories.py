@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -123,5 +122,5 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "dataset.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def score(environment: Repositories, row: dict[str, Any], answer: Any) -> float:
-    return asyncio.run(environment.score(row["instance_id"], answer))
+async def score(environment: Repositories, row: dict[str, Any], answer: Any) -> float:
+    return await environment.score(row["instance_id"], answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,10 @@ def _no_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_client, "WARMUP_S", 0.0)
 
 
-def load_floor(path: str, load: Load, app: Any = gateway_floor.app) -> Measured:
+async def load_floor(path: str, load: Load, app: Any = gateway_floor.app) -> Measured:
     with serving(app) as url:
         host, port = url.removeprefix("http://").split(":")
-        return asyncio.run(measure(Target((host, int(port)), "m", [path]), load, WINDOW_S / 3))
+        return await measure(Target((host, int(port)), "m", [path]), load, WINDOW_S / 3)
 
 
 def test_the_text_the_client_expects_is_that_of_the_emulated_tokens() -> None:
@@ -46,15 +45,15 @@ def test_the_text_the_client_expects_is_that_of_the_emulated_tokens() -> None:
     assert make_tokenizer().decode(chunk.token_ids) == answer_text(100)
 
 
-def test_a_turn_takes_at_least_its_tokens_delay() -> None:
-    measured = load_floor("/2/v1/chat/completions", Load(4, max_tokens=20, turns=3))
+async def test_a_turn_takes_at_least_its_tokens_delay() -> None:
+    measured = await load_floor("/2/v1/chat/completions", Load(4, max_tokens=20, turns=3))
     assert measured.num_errors == 0
     assert measured.num_done > 0
     # the loop's timers count whole milliseconds
     assert min(measured.latencies_s) >= 0.038
 
 
-def test_sessions_send_their_whole_history_and_ask_for_log_probs() -> None:
+async def test_sessions_send_their_whole_history_and_ask_for_log_probs() -> None:
     asked: list[dict[str, Any]] = []
 
     async def recording(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -66,7 +65,7 @@ def test_sessions_send_their_whole_history_and_ask_for_log_probs() -> None:
         await gateway_floor.app(scope, keep, send)
 
     load = Load(1, max_tokens=3, turns=2, prompt_tokens=30, logprobs=True)
-    load_floor("/1/v1/chat/completions", load, recording)
+    await load_floor("/1/v1/chat/completions", load, recording)
     first, second = asked[:2]
     assert [len(first["messages"]), len(second["messages"])] == [1, 3]
     assert len(first["messages"][0]["content"]) == 30
@@ -74,7 +73,7 @@ def test_sessions_send_their_whole_history_and_ask_for_log_probs() -> None:
     assert first["logprobs"] is True
 
 
-def test_wrong_answers_and_refusals_are_errors_and_no_figures() -> None:
+async def test_wrong_answers_and_refusals_are_errors_and_no_figures() -> None:
     async def wrong(scope: dict[str, Any], receive: Any, send: Any) -> None:
         await receive()
         body = gateway_floor.whole_answer("m", 2, False)
@@ -82,7 +81,7 @@ def test_wrong_answers_and_refusals_are_errors_and_no_figures() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    measured = load_floor("/0/v1/chat/completions", Load(1, max_tokens=3), wrong)
+    measured = await load_floor("/0/v1/chat/completions", Load(1, max_tokens=3), wrong)
     assert measured.num_errors > 0
     assert measured.latencies_s == []
     assert measured.first_error.startswith("expected the text of 3 tokens")
@@ -108,8 +107,8 @@ def test_a_peer_that_does_not_start_is_left_out_with_the_reason(
     assert line["floor_requests_per_second"] > 0
 
 
-def test_the_journal_section_reads_back_what_it_wrote(tmp_path: Path) -> None:
-    assert asyncio.run(journal(tmp_path, turns=70))["recovery_tokens_read"] == 70 * 200
+async def test_the_journal_section_reads_back_what_it_wrote(tmp_path: Path) -> None:
+    assert (await journal(tmp_path, turns=70))["recovery_tokens_read"] == 70 * 200
 
 
 @pytest.mark.system
@@ -122,16 +121,16 @@ def test_a_load_on_our_data_plane_has_no_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_interrupted_streams_lose_and_repeat_nothing(tmp_path: Path) -> None:
+async def test_interrupted_streams_lose_and_repeat_nothing(tmp_path: Path) -> None:
     with local_stack(tmp_path / "logs") as stack, gateway(stack, tmp_path) as ours:
-        line = asyncio.run(interruptions(ours, num_streams=4))
+        line = await interruptions(ours, num_streams=4)
     assert (line["tokens_lost"], line["tokens_repeated"], line["answers_wrong"]) == (0, 0, 0)
 
 
 @pytest.mark.system
-def test_streams_of_every_dialect_are_read_whole(tmp_path: Path) -> None:
+async def test_streams_of_every_dialect_are_read_whole(tmp_path: Path) -> None:
     with local_stack(tmp_path / "logs") as stack, gateway(stack, tmp_path) as ours:
-        line = asyncio.run(stream_all(ours, count=4, num_tokens=30, step_ms=10.0))
+        line = await stream_all(ours, count=4, num_tokens=30, step_ms=10.0)
     for name in DIALECTS:
         prefix = "stream" if name == "chat" else f"stream_{name}"
         assert line[f"{prefix}_answers_wrong"] == 0

@@ -101,7 +101,7 @@ def vllm_processes(run: Training, worker: str) -> list[psutil.Process]:
 
 @dataclass(frozen=True)
 class KillInPhase:
-    """kill -9 of a worker's process while tests.e2e.phased_package prepares or scores a session there."""
+    """kill -9 of a worker's process while phased_package.py prepares or scores a session there."""
 
     phase: str
     folder: Path

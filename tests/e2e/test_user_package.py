@@ -97,9 +97,9 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_own_error(cluster: Clu
 
 
 def test_a_run_ends_with_the_reason_for_which_nobody_can_run_its_agent(cluster: Cluster) -> None:
-    environment = {"agent": "tests.e2e.echo_package:nobody"}
-    config = cluster.config("nobodys-agent", environment=environment)
+    package = "tests.e2e.echo_package"
+    config = cluster.config("nobodys-agent", environment={"agent": f"{package}:nobody"})
     assert cluster.start(config).wait(patience()) != 0
-    reason = "ValueError: tests.e2e.echo_package:nobody: module tests.e2e.echo_package has no nobody"
+    reason = f"ValueError: {package}:nobody: module {package} has no nobody"
     assert reason in cluster.log(config).splitlines()
     assert "no worker is left for `agent`, so the run ends" in cluster.log(config)

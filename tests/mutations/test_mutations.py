@@ -69,10 +69,10 @@ def judge(root: Path, mutations: list[Mutation], deadline_s: float = 100.0) -> l
 
 
 def _judge(root: Path, mutations: list[Mutation], deadline_s: float) -> list[tuple[Mutation, str]]:
-    runner = Runner(root, root.parent / "copies", num_workers=2, deadline_s=deadline_s)
+    forks = Runner(root, root.parent / "copies", num_workers=2, deadline_s=deadline_s)
     if deadline_s > 1:
-        runner.check(mutations)
-    return [(mutation, result.verdict) for mutation, result in runner.run(mutations)]
+        forks.check(mutations)
+    return [(mutation, result.verdict) for mutation, result in forks.run(mutations)]
 
 
 def test_what_no_test_notices_survives(sources: Path) -> None:

@@ -103,7 +103,7 @@ SESSIONS = st.lists(
 
 @settings(deadline=None, max_examples=examples(40))
 @given(SESSIONS)
-def test_the_client_of_a_session_has_the_key_of_no_other_whatever_others_close(
+async def test_the_client_of_a_session_has_the_key_of_no_other_whatever_others_close(
     sessions: list[tuple[str, int, str]],
 ) -> None:
     async def work(model: Model, number: int, key: str, num_requests: int, end: str) -> None:
@@ -133,7 +133,7 @@ def test_the_client_of_a_session_has_the_key_of_no_other_whatever_others_close(
             assert len(model.connections) <= len(sessions)
             assert await ask(model.endpoint("last", "k").client(), "?") == "k last ?"
 
-    asyncio.run(run())
+    await run()
 
 
 def test_sessions_of_an_event_loop_share_its_connections_and_the_loop_closes_them(
@@ -164,8 +164,8 @@ def test_an_event_loop_that_is_closed_leaves_nothing_in_memory() -> None:
     assert [loop() for loop in loops] == [None] * 3
 
 
-def test_a_session_that_is_cancelled_takes_its_connection_and_no_other_with_it() -> None:
-    async def run() -> None:
+async def test_a_session_that_is_cancelled_takes_its_connection_and_no_other_with_it() -> None:
+    async with asyncio.timeout(patience()):
         async with open_model() as model:
             model.num_held = 2
             asked = asyncio.create_task(ask(model.endpoint("a", "key").client(), "?"))
@@ -175,48 +175,37 @@ def test_a_session_that_is_cancelled_takes_its_connection_and_no_other_with_it()
             await asyncio.wait([asked])
             assert await ask(model.endpoint("b", "other").client(), "!") == "other b !"
 
-    asyncio.run(asyncio.wait_for(run(), patience()))
 
-
-def test_more_sessions_than_the_sdk_allows_connections_wait_for_answers_at_a_time() -> None:
-    async def run() -> None:
+async def test_more_sessions_than_the_sdk_allows_connections_wait_for_answers_at_a_time() -> None:
+    async with asyncio.timeout(patience()):
         async with open_model() as model:
             model.num_held = MANY
             client = model.endpoint("s", "key").client()
             await asyncio.gather(*(ask(client, "?") for _ in range(MANY)))
             assert len(model.connections) == MANY
 
-    asyncio.run(asyncio.wait_for(run(), patience()))
+
+async def test_a_client_waits_while_the_policy_trains_and_asks_again() -> None:
+    client = Endpoint("http://127.0.0.1:9/v1", "key", "policy").client()
+    assert (client.timeout, client.max_retries) == (None, 5)
 
 
-def test_a_client_waits_while_the_policy_trains_and_asks_again() -> None:
-    async def look() -> tuple[Any, int]:
-        client = Endpoint("http://127.0.0.1:9/v1", "key", "policy").client()
-        return client.timeout, client.max_retries
-
-    assert asyncio.run(look()) == (None, 5)
-
-
-def test_a_plain_function_with_an_event_loop_of_its_own_has_connections_of_its_own() -> None:
+async def test_a_plain_function_with_an_event_loop_of_its_own_has_connections_of_its_own() -> None:
     said = []
+    async with open_model() as model:
 
-    async def run() -> None:
-        async with open_model() as model:
+        async def work(endpoint: Endpoint) -> str:
+            return await ask(endpoint.client(), "?")
 
-            async def work(endpoint: Endpoint) -> str:
-                return await ask(endpoint.client(), "?")
+        def agent(number: int) -> None:
+            said.append(asyncio.run(work(model.endpoint(f"s{number}", f"k{number}"))))
 
-            def agent(number: int) -> None:
-                said.append(asyncio.run(work(model.endpoint(f"s{number}", f"k{number}"))))
-
-            threads = [threading.Thread(target=agent, args=[number]) for number in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                await asyncio.to_thread(thread.join, patience())
-            assert len(model.connections) == 3
-
-    asyncio.run(run())
+        threads = [threading.Thread(target=agent, args=[number]) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, patience())
+        assert len(model.connections) == 3
     assert sorted(said) == ["k0 s0 ?", "k1 s1 ?", "k2 s2 ?"]
 
 

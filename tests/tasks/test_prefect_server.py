@@ -9,7 +9,6 @@ import httpx
 import pytest
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.objects import FlowRun
 from prefect.server.api.server import create_app
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from starlette.requests import Request
@@ -21,27 +20,24 @@ from starlette.websockets import WebSocketDisconnect
 from tasks.prefect_server import MOST_BYTES, RefuseStrangers, RepeatRefused, RetrySoon
 
 
-def answer(status: int) -> httpx.Response:
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(RetrySoon(PlainTextResponse("as it was", status)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
-            return await http.get("/")
-
-    return asyncio.run(ask())
+async def answer(status: int) -> httpx.Response:
+    transport = httpx.ASGITransport(RetrySoon(PlainTextResponse("as it was", status)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        return await http.get("/")
 
 
-def test_a_client_that_met_a_locked_database_is_told_to_ask_again_soon() -> None:
-    refused = answer(503)
+async def test_a_client_that_met_a_locked_database_is_told_to_ask_again_soon() -> None:
+    refused = await answer(503)
     assert float(refused.headers["Retry-After"]) <= 0.1
     assert refused.text == "as it was"
 
 
 @pytest.mark.parametrize("status", [200, 404, 500])
-def test_other_answers_stay_as_they_are(status: int) -> None:
-    assert "Retry-After" not in answer(status).headers
+async def test_other_answers_stay_as_they_are(status: int) -> None:
+    assert "Retry-After" not in (await answer(status)).headers
 
 
-def test_a_client_that_is_refused_again_and_again_is_told_later_times_until_it_was_not() -> None:
+async def test_a_client_that_is_refused_again_and_again_is_told_later_times_until_it_was_not() -> None:
     clock = [100.0]
     app = RetrySoon(PlainTextResponse("as it was", 503), now=lambda: clock[0])
 
@@ -52,14 +48,14 @@ def test_a_client_that_is_refused_again_and_again_is_told_later_times_until_it_w
     waits = []
     # the retries of Prefect's client
     for _ in range(5):
-        waits.append(asyncio.run(told()))
+        waits.append(await told())
         clock[0] += waits[-1]
     assert waits == sorted(waits) and sum(waits) > 5
     for _ in range(50):
-        clock[0] += asyncio.run(told())
-    assert asyncio.run(told()) == 10.0
+        clock[0] += await told()
+    assert await told() == 10.0
     clock[0] += 31
-    assert asyncio.run(told()) == 0.1
+    assert await told() == 0.1
 
 
 class Locked:
@@ -78,17 +74,11 @@ class Locked:
         )
 
 
-def repeated(app: Locked, method: str = "POST", body: bytes = b"a run") -> httpx.Response:
+async def repeated(app: Locked, method: str = "POST", body: bytes = b"a run") -> httpx.Response:
     """The answer to this request, with a clock on which every look takes 5 s."""
-
-    async def ask() -> httpx.Response:
-        repeating = RepeatRefused(app, now=itertools.count(0.0, 5.0).__next__)
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(repeating), base_url="http://server"
-        ) as http:
-            return await http.request(method, "/api/flow_runs/", content=body)
-
-    return asyncio.run(ask())
+    repeating = RepeatRefused(app, now=itertools.count(0.0, 5.0).__next__)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(repeating), base_url="http://server") as http:
+        return await http.request(method, "/api/flow_runs/", content=body)
 
 
 @pytest.fixture
@@ -97,16 +87,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_request_that_meets_a_locked_database_is_repeated_with_its_body() -> None:
+async def test_a_request_that_meets_a_locked_database_is_repeated_with_its_body() -> None:
     app = Locked(refusals=3)
-    answered = repeated(app)
+    answered = await repeated(app)
     assert (answered.status_code, answered.text, app.asked) == (201, "a run", 4)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_database_that_stays_locked_is_told_in_words() -> None:
+async def test_a_database_that_stays_locked_is_told_in_words() -> None:
     app = Locked(refusals=math.inf)
-    refused = repeated(app)
+    refused = await repeated(app)
     told = (
         "the database of the Prefect server is still busy after 20 s, and nothing was changed: repeat the "
         "request; if this happens often, use PostgreSQL (PREFECT_API_DATABASE_CONNECTION_URL)"
@@ -116,44 +106,37 @@ def test_a_database_that_stays_locked_is_told_in_words() -> None:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(("method", "size"), [("GET", 0), ("POST", MOST_BYTES + 1)])
-def test_what_changes_nothing_or_is_large_is_not_repeated(method: str, size: int) -> None:
+async def test_what_changes_nothing_or_is_large_is_not_repeated(method: str, size: int) -> None:
     app = Locked(refusals=1)
-    assert repeated(app, method, bytes(size)).text == "locked"
+    assert (await repeated(app, method, bytes(size))).text == "locked"
     assert app.asked == 1
 
 
-def test_a_run_is_submitted_although_the_database_changes_under_the_request(database: Path) -> None:
+async def test_a_run_is_submitted_although_the_database_changes_under_the_request(database: Path) -> None:
     """A transaction of SQLite that has read before another one writes cannot write any more."""
-
-    async def submit() -> FlowRun:
-        app = create_app(ephemeral=True, ignore_cache=True)
-        app.add_middleware(RepeatRefused)
-        async with PrefectClient(app) as client:
-            flow = await client.create_flow_from_name("train")
-            deployment = await client.create_deployment(flow, "quickstart")
-            with closing(sqlite3.connect(database, isolation_level=None)) as other:
-                other.execute("BEGIN IMMEDIATE")
-                other.execute("UPDATE flow SET name = 'changed'")
-                # meanwhile the request reads, and waits to write
-                asyncio.get_running_loop().call_later(2.0, other.execute, "COMMIT")
-                # like a browser, this client does not repeat a request
-                with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
-                    return await client.create_flow_run_from_deployment(deployment)
-
-    assert asyncio.run(submit()).deployment_id
+    app = create_app(ephemeral=True, ignore_cache=True)
+    app.add_middleware(RepeatRefused)
+    async with PrefectClient(app) as client:
+        flow = await client.create_flow_from_name("train")
+        deployment = await client.create_deployment(flow, "quickstart")
+        with closing(sqlite3.connect(database, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            other.execute("UPDATE flow SET name = 'changed'")
+            # meanwhile the request reads, and waits to write
+            asyncio.get_running_loop().call_later(2.0, other.execute, "COMMIT")
+            # like a browser, this client does not repeat a request
+            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+                submitted = await client.create_flow_run_from_deployment(deployment)
+    assert submitted.deployment_id
 
 
 @pytest.mark.usefixtures("database")
-def test_the_installed_fastapi_takes_what_prefects_client_sends() -> None:
+async def test_the_installed_fastapi_takes_what_prefects_client_sends() -> None:
     """`prefect deploy` reads the workers of a pool; from fastapi 0.151 on, that is answered by status 422."""
-
-    async def read_workers() -> list[object]:
-        app = create_app(ephemeral=True, ignore_cache=True)
-        async with PrefectClient(app) as client:
-            await client.create_work_pool(WorkPoolCreate(name="sf", type="process"))
-            return list(await client.read_workers_for_work_pool("sf"))
-
-    assert asyncio.run(read_workers()) == []
+    app = create_app(ephemeral=True, ignore_cache=True)
+    async with PrefectClient(app) as client:
+        await client.create_work_pool(WorkPoolCreate(name="sf", type="process"))
+        assert list(await client.read_workers_for_work_pool("sf")) == []
 
 
 OWN = "127.0.0.1:4200"
@@ -161,21 +144,17 @@ FURTHER = ["http://server:4200/api", "https://prefect.example.com", "10.0.0.7:84
 NAVIGATION = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
 
 
-def guarded(path: str, **headers: str) -> httpx.Response:
+async def guarded(path: str, **headers: str) -> httpx.Response:
     """The answer of a server at 10.0.0.1 to a request with these headers."""
+    app = RefuseStrangers(PlainTextResponse("served"), FURTHER)
 
-    async def ask() -> httpx.Response:
-        app = RefuseStrangers(PlainTextResponse("served"), FURTHER)
+    async def at_its_address(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "server": ("10.0.0.1", 4200)}, receive, send)
 
-        async def at_its_address(scope: Scope, receive: Receive, send: Send) -> None:
-            await app({**scope, "server": ("10.0.0.1", 4200)}, receive, send)
-
-        transport = httpx.ASGITransport(at_its_address)
-        given = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://{OWN}") as http:
-            return await http.get(path, headers=given)
-
-    return asyncio.run(ask())
+    transport = httpx.ASGITransport(at_its_address)
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://{OWN}") as http:
+        return await http.get(path, headers=given)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +162,8 @@ def guarded(path: str, **headers: str) -> httpx.Response:
     ["127.0.0.1:4200", "127.8.0.9", "localhost:9", "LOCALHOST", "[::1]:4200", "10.0.0.1:4200", "server:80"]
     + ["prefect.example.com", "10.0.0.7", "Prefect.Example.com:443"],
 )
-def test_loopback_its_own_address_and_configured_hosts_are_served(host: str) -> None:
-    served = guarded("/api/deployments/filter", host=host)
+async def test_loopback_its_own_address_and_configured_hosts_are_served(host: str) -> None:
+    served = await guarded("/api/deployments/filter", host=host)
     assert (served.text, served.headers["X-Frame-Options"]) == ("served", "SAMEORIGIN")
 
 
@@ -193,8 +172,8 @@ def test_loopback_its_own_address_and_configured_hosts_are_served(host: str) -> 
     ["evil.test:4200", "127.0.0.1.evil.test", "localhost.evil.test", "10.0.0.2:4200", "example.com", "*", ""]
     + ["[::1", "127.0.0.1@evil.test", "evil.test:", "0x7f.1", "prefect.example.com.evil.test"],
 )
-def test_other_hosts_are_refused_in_one_sentence(host: str) -> None:
-    refused = guarded("/", host=host)
+async def test_other_hosts_are_refused_in_one_sentence(host: str) -> None:
+    refused = await guarded("/", host=host)
     said = refused.json()["detail"]
     assert refused.status_code == 403
     assert said.startswith("this Prefect server does not serve the host '")
@@ -214,8 +193,10 @@ def test_other_hosts_are_refused_in_one_sentence(host: str) -> None:
         ("http://10.0.0.7:8443", "10.0.0.7:8443"),
     ],
 )
-def test_pages_of_the_ui_are_served(origin: str, host: str) -> None:
-    assert guarded("/api/flow_runs/", host=host, origin=origin, sec_fetch_site="same-origin").is_success
+async def test_pages_of_the_ui_are_served(origin: str, host: str) -> None:
+    assert (
+        await guarded("/api/flow_runs/", host=host, origin=origin, sec_fetch_site="same-origin")
+    ).is_success
 
 
 @pytest.mark.parametrize(
@@ -224,9 +205,9 @@ def test_pages_of_the_ui_are_served(origin: str, host: str) -> None:
     + ["file://", "https://prefect.example.com:444", "https://prefect.example.com.evil.test", "http://[::1"]
     + ["http://evil.test/127.0.0.1:4200", f"http://{OWN}@evil.test", f"http://evil.test@{OWN}"],
 )
-def test_pages_of_other_origins_are_refused_in_one_sentence(origin: str) -> None:
+async def test_pages_of_other_origins_are_refused_in_one_sentence(origin: str) -> None:
     for site in ("none", "same-origin", "same-site", "cross-site"):
-        refused = guarded("/api/flow_runs/", origin=origin, sec_fetch_site=site, **NAVIGATION)
+        refused = await guarded("/api/flow_runs/", origin=origin, sec_fetch_site=site, **NAVIGATION)
         said = refused.json()["detail"]
         assert refused.status_code == 403
         assert said.startswith(f"pages of {origin} may not use this Prefect server; ")
@@ -234,7 +215,7 @@ def test_pages_of_other_origins_are_refused_in_one_sentence(origin: str) -> None
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-def test_requests_of_other_sites_are_refused_without_an_origin_too(site: str) -> None:
+async def test_requests_of_other_sites_are_refused_without_an_origin_too(site: str) -> None:
     for mode, dest in (
         ("no-cors", "image"),
         ("no-cors", "script"),
@@ -242,16 +223,16 @@ def test_requests_of_other_sites_are_refused_without_an_origin_too(site: str) ->
         ("cors", "empty"),
     ):
         headers = {"sec-fetch-site": site, "sec-fetch-mode": mode, "sec-fetch-dest": dest}
-        said = guarded("/runs", **headers).json()["detail"]
+        said = (await guarded("/runs", **headers)).json()["detail"]
         assert (
             said == "pages of other origins may not use this Prefect server; they may link to pages of its UI"
         )
 
 
-def test_a_link_opens_a_page_of_the_ui_but_nothing_of_the_api() -> None:
-    assert guarded("/runs/flow-run/1", **NAVIGATION).is_success
-    assert guarded("/api/csrf-token", **NAVIGATION).status_code == 403
-    assert guarded("/api/csrf-token", **NAVIGATION | {"sec-fetch-site": "none"}).is_success
+async def test_a_link_opens_a_page_of_the_ui_but_nothing_of_the_api() -> None:
+    assert (await guarded("/runs/flow-run/1", **NAVIGATION)).is_success
+    assert (await guarded("/api/csrf-token", **NAVIGATION)).status_code == 403
+    assert (await guarded("/api/csrf-token", **NAVIGATION | {"sec-fetch-site": "none"})).is_success
 
 
 def test_websockets_are_refused_like_requests() -> None:

@@ -4,10 +4,9 @@ test decides when each frame is delivered."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,14 +175,6 @@ def turn(
 def script(prompt_ids: list[int], seed: int) -> list[int]:
     random = np.random.default_rng([seed, len(prompt_ids)])
     return [*random.integers(2, 300, random.integers(0, 40)).tolist(), STOP]
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        asyncio.run(test(*arguments, **named))
-
-    return run
 
 
 def check_tokens(generation: Generation) -> None:

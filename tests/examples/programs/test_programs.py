@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 from random import Random
 
@@ -36,14 +35,14 @@ def test_a_host_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("difficulty", range(1, 6))
-def test_a_solution_passes_its_tests_and_examples(difficulty: int) -> None:
+async def test_a_solution_passes_its_tests_and_examples(difficulty: int) -> None:
     programs = Programs(difficulty=difficulty, reward_for="all")
     for split in ("train", "holdout"):
         task = programs.tasks(split, 7)
         hidden = HiddenTests.from_text(task.answer)
         answer = f"Certainly:\n```python\n{hidden.solution}```\nIt does what you asked for."
-        assert asyncio.run(programs.reward(task, answer)) == 1.0
-        assert asyncio.run(programs.reward(task, hidden.solution)) == 1.0
+        assert await programs.reward(task, answer) == 1.0
+        assert await programs.reward(task, hidden.solution) == 1.0
         found: dict[str, object] = {}
         exec(hidden.solution, found)
         for line in task.prompt.splitlines()[-2:]:
@@ -51,12 +50,12 @@ def test_a_solution_passes_its_tests_and_examples(difficulty: int) -> None:
             assert eval(call, found) == eval(value)
 
 
-def test_what_does_something_else_earns_less() -> None:
+async def test_what_does_something_else_earns_less() -> None:
     programs = Programs(difficulty=3)
     for index in range(3):
         task = programs.tasks("train", index)
-        assert asyncio.run(programs.reward(task, "def solve(value): return value")) < 1.0
-        assert asyncio.run(programs.reward(task, "solve = 5")) == 0.0
+        assert await programs.reward(task, "def solve(value): return value") < 1.0
+        assert await programs.reward(task, "solve = 5") == 0.0
 
 
 def test_no_training_function_does_what_a_held_out_one_does() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -30,31 +29,31 @@ class TestContract(EnvironmentTests):
     num_scored = 1
 
 
-def reward(task: Task, source: str, environment: Repair = REPAIR) -> float:
-    return asyncio.run(environment.reward(task, source))
+async def reward(task: Task, source: str, environment: Repair = REPAIR) -> float:
+    return await environment.reward(task, source)
 
 
 def solution_of(task: Task) -> str:
     return HiddenTests.from_text(task.answer).solution
 
 
-def test_the_solution_earns_everything_and_the_fault_nothing() -> None:
+async def test_the_solution_earns_everything_and_the_fault_nothing() -> None:
     for operators in (1, 4):
         environment = Repair(operators=operators, reward_for="share")
         for index in range(3):
             task = environment.tasks("train", index)
-            assert reward(task, solution_of(task), environment) == 1.0
-            assert reward(task, task.prompt.partition("assert")[0], environment) == 0.0
+            assert await reward(task, solution_of(task), environment) == 1.0
+            assert await reward(task, task.prompt.partition("assert")[0], environment) == 0.0
 
 
-def test_what_passes_the_visible_check_alone_earns_nothing() -> None:
+async def test_what_passes_the_visible_check_alone_earns_nothing() -> None:
     for index in range(3):
         task = REPAIR.tasks("train", index)
         check = task.prompt.splitlines()[-1]
         special = f"def f(x,y): return {task.metadata['expected']}"
         found: dict[str, object] = {}
         exec(f"{special}\n{check}", found)
-        assert reward(task, special) == 0.0
+        assert await reward(task, special) == 0.0
 
 
 def test_the_visible_check_is_none_of_the_hidden_ones() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import subprocess
@@ -53,7 +52,7 @@ def test_the_example_of_the_documentation_makes_a_data_set_for_its_settings(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-def test_installed_libraries_give_two_hundred_instances_of_which_each_is_right(tmp_path: Path) -> None:
+async def test_installed_libraries_give_two_hundred_instances_of_which_each_is_right(tmp_path: Path) -> None:
     need_sandbox()
     command = [sys.executable, "-m", "examples.repositories.generate"]
     for name in ("one", "two"):
@@ -74,11 +73,13 @@ def test_installed_libraries_give_two_hundred_instances_of_which_each_is_right(t
         return gold, await environment.score(row["instance_id"], "")
 
     for row in rows:
-        gold, nothing = asyncio.run(rewards(row))
+        gold, nothing = await rewards(row)
         assert nothing < gold == 1, row["instance_id"]
 
 
-def test_equal_seeds_make_equal_data_sets(generated: Path, libraries: list[Library], tmp_path: Path) -> None:
-    again = asyncio.run(generate(tmp_path / "again", libraries[:1], per_library=2))
+async def test_equal_seeds_make_equal_data_sets(
+    generated: Path, libraries: list[Library], tmp_path: Path
+) -> None:
+    again = await generate(tmp_path / "again", libraries[:1], per_library=2)
     lines = (generated / "dataset.jsonl").read_text(encoding="utf-8").splitlines()
     assert again.read_text(encoding="utf-8").splitlines() == lines[:2]

@@ -38,32 +38,32 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert list(folder.iterdir()) == []
 
 
-def run(*words: str, task: Task = TASK, **settings: Any) -> CommandEnd:
+async def run(*words: str, task: Task = TASK, **settings: Any) -> CommandEnd:
     agent = CommandAgent(Command(command=words, **settings), GRACE_S).run
-    return asyncio.run(asyncio.wait_for(agent(task, ENDPOINT), patience()))
+    return await asyncio.wait_for(agent(task, ENDPOINT), patience())
 
 
-def shell(script: str, **settings: Any) -> CommandEnd:
-    return run("sh", "-c", script, **settings)
+async def shell(script: str, **settings: Any) -> CommandEnd:
+    return await run("sh", "-c", script, **settings)
 
 
-def failure(script: str, **settings: Any) -> CommandError:
+async def failure(script: str, **settings: Any) -> CommandError:
     with pytest.raises(CommandError) as failed:
-        shell(script, **settings)
+        await shell(script, **settings)
     return failed.value
 
 
-def test_the_task_comes_on_standard_input_and_as_a_file_without_its_answer() -> None:
-    assert shell("cat").answer == TASK.prompt
-    told = shell("cat task.json").answer
+async def test_the_task_comes_on_standard_input_and_as_a_file_without_its_answer() -> None:
+    assert (await shell("cat")).answer == TASK.prompt
+    told = (await shell("cat task.json")).answer
     facts = {"task_id": "t-1", "environment": "sums", "prompt": TASK.prompt, "metadata": {"level": 3}}
     assert json.loads(told) == facts
     assert "forty-two" not in told
 
 
-def test_what_was_prepared_is_in_its_folder_and_in_its_answer_if_it_was_changed() -> None:
+async def test_what_was_prepared_is_in_its_folder_and_in_its_answer_if_it_was_changed() -> None:
     agent = CommandAgent(Command(command=("sh", "-c", "cat a; echo more >> b/c"), answer="folder")).run
-    end = asyncio.run(agent(TASK, ENDPOINT, {"a": "one\n", "b/c": b"two\n"}))
+    end = await agent(TASK, ENDPOINT, {"a": "one\n", "b/c": b"two\n"})
     assert (end.output, end.answer) == ("one\n", {"b/c": "two\nmore\n"})
 
 
@@ -75,34 +75,36 @@ def test_what_was_prepared_is_in_its_folder_and_in_its_answer_if_it_was_changed(
         ({"/a": "x"}, "to texts or bytes: '/a' is not the name of a file in this folder"),
     ],
 )
-def test_what_is_no_files_is_not_prepared_for_a_command(prepared: Any, reason: str) -> None:
+async def test_what_is_no_files_is_not_prepared_for_a_command(prepared: Any, reason: str) -> None:
     agent = CommandAgent(Command(command=("true",))).run
     sentence = (
         "environment.prepare must return a mapping from names of files in the command's folder " + reason
     )
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
-        asyncio.run(agent(TASK, ENDPOINT, prepared))
+        await agent(TASK, ENDPOINT, prepared)
 
 
-def test_a_task_that_is_no_json_fails_its_session() -> None:
+async def test_a_task_that_is_no_json_fails_its_session() -> None:
     strange = Task("t", "e", "p", metadata={"at": object()})
     with pytest.raises(CommandError, match=r"gave no answer: the task cannot be written as JSON \(Type is"):
-        run("cat", task=strange)
+        await run("cat", task=strange)
 
 
 PRINT_VARIABLES = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
-def test_home_temporary_files_and_the_working_folder_are_its_own(scratch: Path) -> None:
-    variables = json.loads(run(sys.executable, "-c", PRINT_VARIABLES).answer)
+async def test_home_temporary_files_and_the_working_folder_are_its_own(scratch: Path) -> None:
+    variables = json.loads((await run(sys.executable, "-c", PRINT_VARIABLES)).answer)
     places = [Path(variables[name]) for name in ("HOME", "TMPDIR", "PWD")]
     assert len({*places}) == 3
     assert len({place.parent for place in places}) == 1 and places[0].parent.parent == scratch
-    assert shell('cd "$HOME" && pwd -P && cd "$TMPDIR" && ls').answer.startswith(str(scratch.resolve()))
-    assert shell("pwd -P; ls").answer.split()[1:] == ["task.json"]
+    assert (await shell('cd "$HOME" && pwd -P && cd "$TMPDIR" && ls')).answer.startswith(
+        str(scratch.resolve())
+    )
+    assert (await shell("pwd -P; ls")).answer.split()[1:] == ["task.json"]
 
 
-def test_neither_our_settings_nor_keys_nor_the_users_endpoints_are_inherited(
+async def test_neither_our_settings_nor_keys_nor_the_users_endpoints_are_inherited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     withheld = (
@@ -114,14 +116,14 @@ def test_neither_our_settings_nor_keys_nor_the_users_endpoints_are_inherited(
     users = {"OPENAI_API_KEY": "the user's", "ANTHROPIC_MODEL": "another"}
     for name, value in (dict.fromkeys(withheld, "/planted") | given | users).items():
         monkeypatch.setenv(name, value)
-    found = json.loads(run(sys.executable, "-c", PRINT_VARIABLES, variables={"MINE": "2"}).answer)
+    found = json.loads((await run(sys.executable, "-c", PRINT_VARIABLES, variables={"MINE": "2"})).answer)
     assert [name for name in withheld if name in found] == []
     assert {name: found.get(name) for name in given} == given
     assert (found["MINE"], found["PATH"]) == ("2", os.environ["PATH"])
     assert (found["OPENAI_API_KEY"], found["ANTHROPIC_MODEL"]) == ("key-of-the-run", "policy")
 
 
-def test_a_program_is_found_on_the_path_or_from_the_folder_of_the_worker(
+async def test_a_program_is_found_on_the_path_or_from_the_folder_of_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "bin" / "my-agent"
@@ -129,15 +131,15 @@ def test_a_program_is_found_on_the_path_or_from_the_folder_of_the_worker(
     program.write_text("#!/bin/sh\necho found $1\n", encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    assert run("bin/my-agent", "a b").answer == "found a b\n"
-    assert run("my-agent", "x", variables={"PATH": f"{program.parent}:{os.environ['PATH']}"}).answer
+    assert (await run("bin/my-agent", "a b")).answer == "found a b\n"
+    assert (await run("my-agent", "x", variables={"PATH": f"{program.parent}:{os.environ['PATH']}"})).answer
     program.chmod(0o644)
     for name in ("bin/my-agent", "no-such-agent"):
         with pytest.raises(ValueError, match=f"^the program '{name}' does not exist on this host"):
             CommandAgent(Command(command=(name,)))
 
 
-def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
+async def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     program = tmp_path / "agent"
     program.write_text("#!/bin/sh\n", encoding="utf-8")
     program.chmod(0o755)
@@ -146,28 +148,28 @@ def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     with pytest.raises(
         CommandError, match=r"gave no answer: the agent's command cannot be started: .* No such file"
     ):
-        asyncio.run(asyncio.wait_for(agent(TASK, ENDPOINT), patience()))
+        await asyncio.wait_for(agent(TASK, ENDPOINT), patience())
 
 
-def test_the_answer_is_what_it_prints_and_the_output_what_it_wrote() -> None:
-    ended = shell("echo thinking >&2; echo 42")
+async def test_the_answer_is_what_it_prints_and_the_output_what_it_wrote() -> None:
+    ended = await shell("echo thinking >&2; echo 42")
     assert ended.answer == "42\n"
     assert sorted(ended.output.splitlines()) == ["42", "thinking"]
 
 
-def test_the_answer_is_a_file() -> None:
-    ended = shell("mkdir out; echo 42 > out/answer.txt; echo log", answer="file:out/answer.txt")
+async def test_the_answer_is_a_file() -> None:
+    ended = await shell("mkdir out; echo 42 > out/answer.txt; echo log", answer="file:out/answer.txt")
     assert ended == CommandEnd("42\n", "log\n")
 
 
-def test_the_answer_is_what_is_new_in_the_folder() -> None:
+async def test_the_answer_is_what_is_new_in_the_folder() -> None:
     script = (
         "mkdir -p a/b; echo one > a/b/one; echo > empty; printf '\\377' > raw; ln -s /etc/passwd link; "
         'ln -s /etc folder; mkfifo pipe; echo home > "$HOME/state"; echo "$TMPDIR" > "$TMPDIR/other"'
     )
     files = {"a/b/one": "one\n", "empty": "\n", "raw": {"base64": "/w=="}}
-    assert shell(script, answer="folder").answer == files
-    assert shell("echo 1 >> task.json", answer="folder").answer.keys() == {"task.json"}
+    assert (await shell(script, answer="folder")).answer == files
+    assert (await shell("echo 1 >> task.json", answer="folder")).answer.keys() == {"task.json"}
 
 
 @pytest.mark.parametrize(
@@ -183,15 +185,15 @@ def test_the_answer_is_what_is_new_in_the_folder() -> None:
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", f"a is larger than the limit of {MAX_ANSWER} bytes"),
     ],
 )
-def test_a_file_that_is_no_answer_fails_the_session(script: str, reason: str) -> None:
-    failed = failure(f"{script}; echo so it is >&2", answer="file:a")
+async def test_a_file_that_is_no_answer_fails_the_session(script: str, reason: str) -> None:
+    failed = await failure(f"{script}; echo so it is >&2", answer="file:a")
     told = f"the command exited with status 0, but {reason}; the command's standard error ends with: so it is"
     assert str(failed) == f"the command gave no answer: {told}"
     assert (failed.cause, failed.output) == ("agent", "so it is\n")
 
 
-def test_an_answer_in_a_folder_that_leads_elsewhere_is_refused() -> None:
-    assert "d/passwd leads to a place outside" in str(failure("ln -s /etc d", answer="file:d/passwd"))
+async def test_an_answer_in_a_folder_that_leads_elsewhere_is_refused() -> None:
+    assert "d/passwd leads to a place outside" in str(await failure("ln -s /etc d", answer="file:d/passwd"))
 
 
 @pytest.mark.parametrize(
@@ -206,8 +208,8 @@ def test_an_answer_in_a_folder_that_leads_elsewhere_is_refused() -> None:
         ),
     ],
 )
-def test_other_answers_are_text_of_bounded_size(script: str, answer: str, reason: str) -> None:
-    assert reason in str(failure(script, answer=answer))
+async def test_other_answers_are_text_of_bounded_size(script: str, answer: str, reason: str) -> None:
+    assert reason in str(await failure(script, answer=answer))
 
 
 @pytest.mark.parametrize(
@@ -218,13 +220,17 @@ def test_other_answers_are_text_of_bounded_size(script: str, answer: str, reason
         ("for n in 1 2 3 4 5 6 7; do echo $n >&2; done; exit 1", "3\n4\n5\n6\n7"),
     ],
 )
-def test_an_exit_status_fails_the_session_and_is_told_with_the_last_lines(script: str, told: str) -> None:
-    failed = failure(script)
+async def test_an_exit_status_fails_the_session_and_is_told_with_the_last_lines(
+    script: str, told: str
+) -> None:
+    failed = await failure(script)
     assert str(failed).endswith(told) and failed.cause == "agent"
 
 
-def test_what_it_wrote_is_bounded_and_its_beginning_and_end_are_kept() -> None:
-    ended = shell(f"echo first; head -c {4 * MAX_OUTPUT} /dev/zero | tr '\\0' x; echo last", answer="folder")
+async def test_what_it_wrote_is_bounded_and_its_beginning_and_end_are_kept() -> None:
+    ended = await shell(
+        f"echo first; head -c {4 * MAX_OUTPUT} /dev/zero | tr '\\0' x; echo last", answer="folder"
+    )
     assert ended.output.startswith("first\nxxx") and ended.output.endswith("xxxlast\n")
     assert f"\n... {3 * MAX_OUTPUT + len('first last ')} bytes left out ...\n" in ended.output
     assert len(ended.output) < MAX_OUTPUT + 100
@@ -240,9 +246,9 @@ def test_a_transcript_keeps_everything_up_to_its_limit() -> None:
     assert cut.text() == "abcd\n... 1 bytes left out ...\nfg\N{LATIN SMALL LETTER E WITH ACUTE}"
 
 
-def test_the_time_begins_when_it_runs_and_ends_it(tmp_path: Path) -> None:
+async def test_the_time_begins_when_it_runs_and_ends_it(tmp_path: Path) -> None:
     timeout_s = patience(0.5)
-    failed = failure(f"echo started; echo $$ > {tmp_path}/pid; sleep 1000", timeout_s=timeout_s)
+    failed = await failure(f"echo started; echo $$ > {tmp_path}/pid; sleep 1000", timeout_s=timeout_s)
     assert str(failed) == f"the command ran longer than its timeout_s of {timeout_s:g} s"
     assert (failed.cause, failed.output) == ("time", "started\n")
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text(encoding="utf-8")))
@@ -255,8 +261,8 @@ DAEMON = (
 AWAIT_DAEMON = "while [ ! -s daemon ]; do sleep 0.01; done"
 
 
-def test_what_it_leaves_running_ends_with_it() -> None:
-    ended = shell(f"{DAEMON}; {AWAIT_DAEMON}; cat daemon")
+async def test_what_it_leaves_running_ends_with_it() -> None:
+    ended = await shell(f"{DAEMON}; {AWAIT_DAEMON}; cat daemon")
     assert not psutil.pid_exists(int(ended.answer))
 
 
@@ -289,10 +295,9 @@ def with_a_child(pid_file: Path) -> str:
     return f"sleep 1000 & echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; wait"
 
 
-def test_a_session_that_is_taken_back_leaves_nothing(tmp_path: Path, scratch: Path) -> None:
+async def test_a_session_that_is_taken_back_leaves_nothing(tmp_path: Path, scratch: Path) -> None:
     pid_file = tmp_path / "pid"
-
-    async def take_back() -> list[psutil.Process]:
+    async with asyncio.timeout(patience()):
         agent = CommandAgent(Command(command=lasting(pid_file)), GRACE_S).run
         working = asyncio.ensure_future(agent(TASK, ENDPOINT))
         processes = await asyncio.to_thread(family_of, pid_file)
@@ -302,9 +307,7 @@ def test_a_session_that_is_taken_back_leaves_nothing(tmp_path: Path, scratch: Pa
         # nothing is left to wait for
         assert not any(process.is_running() for process in processes)
         assert list(scratch.iterdir()) == []
-        return processes
-
-    check_gone(asyncio.run(asyncio.wait_for(take_back(), patience())), scratch)
+    check_gone(processes, scratch)
 
 
 STACK = "/stacks/test-command"
@@ -339,10 +342,9 @@ def test_a_worker_that_is_killed_leaves_nothing(
         worker.kill()
 
 
-def test_without_its_keeper_a_command_and_its_group_are_ended(tmp_path: Path, scratch: Path) -> None:
+async def test_without_its_keeper_a_command_and_its_group_are_ended(tmp_path: Path, scratch: Path) -> None:
     pid_file = tmp_path / "pid"
-
-    async def work() -> None:
+    async with asyncio.timeout(patience()):
         agent = CommandAgent(Command(command=("sh", "-c", with_a_child(pid_file))), GRACE_S).run
         working = asyncio.ensure_future(agent(TASK, ENDPOINT))
         keeper, *others = await asyncio.to_thread(family_of, pid_file)
@@ -353,29 +355,23 @@ def test_without_its_keeper_a_command_and_its_group_are_ended(tmp_path: Path, sc
             await working
         check_gone([keeper, *others], scratch)
 
-    asyncio.run(asyncio.wait_for(work(), patience()))
 
-
-def test_commands_run_side_by_side(tmp_path: Path) -> None:
+async def test_commands_run_side_by_side(tmp_path: Path) -> None:
     """Each waits for all of them to have begun."""
     script = (
         f"echo > {tmp_path}/$(cat); while [ $(ls {tmp_path} | grep -c begun) -lt 8 ]; do sleep 0.01; done"
     )
     agent = CommandAgent(Command(command=("sh", "-c", script))).run
-
-    async def work() -> None:
-        tasks = [Task(f"t{n}", "e", f"begun-{n}") for n in range(8)]
-        await asyncio.wait_for(asyncio.gather(*(agent(task, ENDPOINT) for task in tasks)), patience())
-
-    asyncio.run(work())
+    tasks = [Task(f"t{n}", "e", f"begun-{n}") for n in range(8)]
+    await asyncio.wait_for(asyncio.gather(*(agent(task, ENDPOINT) for task in tasks)), patience())
 
 
-def test_a_command_may_close_its_output_and_go_on() -> None:
-    assert shell("echo 42; exec >&- 2>&-; read line; exit 0").answer == "42\n"
+async def test_a_command_may_close_its_output_and_go_on() -> None:
+    assert (await shell("echo 42; exec >&- 2>&-; read line; exit 0")).answer == "42\n"
 
 
-def test_a_pipe_full_of_errors_holds_nobody_up() -> None:
-    assert shell("head -c 1000000 /dev/zero >&2; echo 42").answer == "42\n"
+async def test_a_pipe_full_of_errors_holds_nobody_up() -> None:
+    assert (await shell("head -c 1000000 /dev/zero >&2; echo 42")).answer == "42\n"
 
 
 def test_it_works_outside_the_main_thread() -> None:
@@ -383,7 +379,7 @@ def test_it_works_outside_the_main_thread() -> None:
     code = (
         "import asyncio, threading\n"
         "from tests.sf_core.agents.test_command import shell\n"
-        "thread = threading.Thread(target=lambda: print(shell('echo 42').answer, end=''))\n"
+        "thread = threading.Thread(target=lambda: print(asyncio.run(shell('echo 42')).answer, end=''))\n"
         "thread.start()\nthread.join()\n"
     )
     done = subprocess.run(

@@ -16,8 +16,6 @@ from sf_core.agents import loop_watch
 from sf_core.agents.loop_watch import log_blocks, place_of_step
 from tests.patience import patience, wait_until
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_each_block_of_the_loop_is_told_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

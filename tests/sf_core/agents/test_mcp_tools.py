@@ -53,15 +53,12 @@ def pad(request: pytest.FixtureRequest) -> Any:
     return STDIO if request.param == "stdio" else request.getfixturevalue("over_http")
 
 
-def using(plane: Any, use: Any, timeout_s: float = 60.0) -> Any:
-    async def work() -> Any:
-        async with mcp_tools(plane, timeout_s=timeout_s) as tools:
-            return await use({tool.name: tool for tool in tools})
-
-    return asyncio.run(work())
+async def using(plane: Any, use: Any, timeout_s: float = 60.0) -> Any:
+    async with mcp_tools(plane, timeout_s=timeout_s) as tools:
+        return await use({tool.name: tool for tool in tools})
 
 
-def test_tools_are_listed_and_called(pad: Any) -> None:
+async def test_tools_are_listed_and_called(pad: Any) -> None:
     async def use(tools: dict[str, Tool]) -> list[str]:
         assert list(tools) == ["add", "die", "hang"]
         described = tools["add"]
@@ -71,7 +68,7 @@ def test_tools_are_listed_and_called(pad: Any) -> None:
             await described.function(a="x")
         return [await described.function(a=number, b=2) for number in (1, 40)]
 
-    assert using(pad, use) == ["3", "42"]
+    assert await using(pad, use) == ["3", "42"]
 
 
 def test_an_agent_uses_them_over_the_gateway(
@@ -95,41 +92,38 @@ def test_an_agent_uses_them_over_the_gateway(
     assert rewards == ["42"] and len(plane_process.asked) == 2
 
 
-def test_a_server_that_dies_is_told_with_its_last_words() -> None:
+async def test_a_server_that_dies_is_told_with_its_last_words() -> None:
     async def use(tools: dict[str, Tool]) -> None:
         await tools["die"].function()
 
     with pytest.raises(LostToolError, match=r"mcp_pad\.py stdio has ended; it wrote last: .*out of paper$"):
-        using(STDIO, use)
+        await using(STDIO, use)
 
 
-def test_a_server_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
+async def test_a_server_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     async def use(tools: dict[str, Tool]) -> None:
         await tools["hang"].function(mark=str(mark))
 
     with pytest.raises(LostToolError, match=r"^MCP server .*mcp_pad\.py stdio did not answer within 20 s$"):
-        using(STDIO, use, timeout_s=20)
+        await using(STDIO, use, timeout_s=20)
     assert not psutil.pid_exists(int(mark.read_text(encoding="utf-8")))
 
 
-def test_a_session_that_is_cancelled_ends_its_server(tmp_path: Path) -> None:
+async def test_a_session_that_is_cancelled_ends_its_server(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     async def work() -> None:
         async with mcp_tools(STDIO) as tools:
             await {tool.name: tool for tool in tools}["hang"].function(mark=str(mark))
 
-    async def cancelled() -> None:
-        working = asyncio.create_task(work())
-        await until(lambda: working.done() or (mark.exists() and mark.read_text(encoding="utf-8")))
-        assert not working.done()
-        working.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await working
-
-    asyncio.run(cancelled())
+    working = asyncio.create_task(work())
+    await until(lambda: working.done() or (mark.exists() and mark.read_text(encoding="utf-8")))
+    assert not working.done()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
     assert not psutil.pid_exists(int(mark.read_text(encoding="utf-8")))
 
 
@@ -145,22 +139,22 @@ def test_a_session_that_is_cancelled_ends_its_server(tmp_path: Path) -> None:
         ("http://127.0.0.1:9/mcp", r"^MCP server http://127\.0\.0\.1:9/mcp cannot be used: "),
     ],
 )
-def test_what_is_no_server_is_told_in_one_sentence(command: Any, sentence: str) -> None:
+async def test_what_is_no_server_is_told_in_one_sentence(command: Any, sentence: str) -> None:
     async def use(tools: dict[str, Tool]) -> None:
         raise AssertionError(tools)
 
     with pytest.raises(LostToolError, match=sentence) as lost:
-        using(command, use, timeout_s=2)
+        await using(command, use, timeout_s=2)
     assert "\n" not in str(lost.value)
     assert "sleep" not in {child.name() for child in psutil.Process().children(recursive=True)}
 
 
-def test_an_error_of_the_agent_stays_what_it_is(pad: Any) -> None:
+async def test_an_error_of_the_agent_stays_what_it_is(pad: Any) -> None:
     async def use(tools: dict[str, Tool]) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        using(pad, use)
+        await using(pad, use)
 
 
 def test_the_loop_ends_with_a_tool_that_is_lost(plane_process: ServedPlane, renderer: Renderer) -> None:

@@ -196,7 +196,7 @@ def scores_nothing(task: Task, answer: Any) -> None:
         ),
     ],
 )
-def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
+async def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
     plane_process: ServedPlane,
     renderer: Renderer,
     changes: dict[str, Any],
@@ -205,8 +205,7 @@ def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
 ) -> None:
     changes = {"agent": agent_with_a_room, "prepare_ahead": 1} | changes
     serve(plane_process, renderer, groups_per_batch=1, prepare_ahead=changes["prepare_ahead"])
-
-    async def work() -> None:
+    async with asyncio.timeout(patience()):
         working = asyncio.ensure_future(make_runner(plane_process.url, **changes).run())
         counted = f"rejected_groups.{reason}"
         headers = operator_headers(plane_process.url)
@@ -218,10 +217,8 @@ def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
         await working
         assert status["last_error"].endswith(sentence)
 
-    asyncio.run(asyncio.wait_for(work(), patience()))
 
-
-def test_what_is_ready_outlives_a_restart_of_the_data_plane(
+async def test_what_is_ready_outlives_a_restart_of_the_data_plane(
     tmp_path: Path,
     model_dir: str,
     renderer: Renderer,
@@ -258,50 +255,48 @@ def test_what_is_ready_outlives_a_restart_of_the_data_plane(
             served_plane = ServedPlane(url, http, tmp_path, model_dir)
             usual = {"group_size": 1, "groups_per_batch": 3, "num_batches": 1}
             served_plane.register(prepare_ahead=2, **usual)
-        asyncio.run(asyncio.wait_for(work(plane, url), patience()))
+        await asyncio.wait_for(work(plane, url), patience())
 
 
-def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(
+async def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(
     tmp_path: Path,
     model_dir: str,
     renderer: Renderer,
 ) -> None:
-    async def wait(driver: Driver, seconds: float) -> list[str]:
+    driver = Driver(tmp_path, model_dir, renderer)
+
+    async def wait(seconds: float) -> list[str]:
         """Ids of the sessions that are left when the run has served for so long."""
         driver.run.state.serving_s += seconds
         await sweep_run(driver.run, 0.0)
         return sorted(driver.run.sessions)
 
-    async def scenario() -> None:
-        driver = Driver(tmp_path, model_dir, renderer)
-        await driver.register(prepare_ahead=2, session_timeout_s=10.0)
-        await driver.claim()
-        waiting, running, answered = await wait(driver, 20.0)
-        named = {name: TaskName(task_id="t") for name in (running, answered)}
-        await claiming.claim(driver.run, ClaimBody(runner=driver.runner, max=0, tasks=named))
-        await claiming.claim(driver.run, ClaimBody(runner=driver.runner, max=0, answered=[answered]))
-        assert await wait(driver, 9.0) == [waiting, running, answered]
-        await driver.restart()
-        assert await wait(driver, 9.0) == [waiting, running, answered]
-        await claiming.claim(driver.run, ClaimBody(runner=driver.runner, max=0, answered=[answered]))
-        assert await wait(driver, 2.0) == [waiting, answered]
-        assert driver.run.counters["failures.timeout"] == 1
-        await driver.plane.close()
-
-    asyncio.run(scenario())
+    await driver.register(prepare_ahead=2, session_timeout_s=10.0)
+    await driver.claim()
+    waiting, running, answered = await wait(20.0)
+    named = {name: TaskName(task_id="t") for name in (running, answered)}
+    await claiming.claim(driver.run, ClaimBody(runner=driver.runner, max=0, tasks=named))
+    await claiming.claim(driver.run, ClaimBody(runner=driver.runner, max=0, answered=[answered]))
+    assert await wait(9.0) == [waiting, running, answered]
+    await driver.restart()
+    assert await wait(9.0) == [waiting, running, answered]
+    await claiming.claim(driver.run, ClaimBody(runner=driver.runner, max=0, answered=[answered]))
+    assert await wait(2.0) == [waiting, answered]
+    assert driver.run.counters["failures.timeout"] == 1
+    await driver.plane.close()
 
 
-def test_a_reward_of_groups_that_needs_answers_names_the_agent_that_gives_none() -> None:
+async def test_a_reward_of_groups_that_needs_answers_names_the_agent_that_gives_none() -> None:
     phases = Phases(RolloutConfig(), silent, strip, None, strips)
     with pytest.raises(ValueError, match="returned None") as refused:
-        asyncio.run(phases.judge([Work("s0"), Work("s1")], Task("t", "e", "?"), ["there", None]))
+        await phases.judge([Work("s0"), Work("s1")], Task("t", "e", "?"), ["there", None])
     assert str(refused.value) == (
         f"the agent {name_function(silent)} returned None, for which the function group_reward "
         f"{name_function(strips)} raised AttributeError: 'NoneType' object has no attribute 'strip'"
     )
 
 
-def test_an_agent_that_returns_none_is_named_once_where_its_reward_needs_no_answer(
+async def test_an_agent_that_returns_none_is_named_once_where_its_reward_needs_no_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def acts(task: Task, endpoint: Endpoint) -> None: ...
@@ -313,7 +308,7 @@ def test_an_agent_that_returns_none_is_named_once_where_its_reward_needs_no_answ
         answer = await phases.run(Work(name), task := Task("t", "e", "?"), nowhere)
         return float((await phases.score(Work(name), task, answer))["reward"])
 
-    assert [asyncio.run(work(name)) for name in ("s0", "s1")] == [1.0, 1.0]
+    assert [await work(name) for name in ("s0", "s1")] == [1.0, 1.0]
     assert caplog.messages == [
         f"the agent {name_function(acts)} returned None: if the reward function needs an answer, the agent "
         "lacks a `return`"

@@ -63,56 +63,47 @@ async def sending(folder: Path, model_dir: str) -> AsyncIterator[Stand]:
         pytest.param({"task_id": "x" * 9 * 2**20}, "The request body is over the limit", id="too long"),
     ],
 )
-def test_a_report_that_is_refused_fails_its_session_with_the_reason_and_no_other(
+async def test_a_report_that_is_refused_fails_its_session_with_the_reason_and_no_other(
     tmp_path: Path,
     model_dir: str,
     report: dict[str, Any],
     reason: str,
 ) -> None:
-    async def scenario() -> None:
-        async with sending(tmp_path, model_dir) as stand:
-            await stand.register()
-            good, bad = await stand.claim(2)
-            stand.reports.add_failure(good, "KeyError: x")
-            stand.reports.add(bad, {"status": "finished", "reward": 1.0} | report)
-            assert await stand.answers(2) == [good, bad]
-            status = await stand.status()
-            assert status["last_error"].startswith(f"the report of the session was refused: {reason}")
-            assert status["counters"]["failed_sessions"] == 2
-
-    asyncio.run(scenario())
+    async with sending(tmp_path, model_dir) as stand:
+        await stand.register()
+        good, bad = await stand.claim(2)
+        stand.reports.add_failure(good, "KeyError: x")
+        stand.reports.add(bad, {"status": "finished", "reward": 1.0} | report)
+        assert await stand.answers(2) == [good, bad]
+        status = await stand.status()
+        assert status["last_error"].startswith(f"the report of the session was refused: {reason}")
+        assert status["counters"]["failed_sessions"] == 2
 
 
-def test_a_report_is_sent_until_the_data_plane_takes_it(tmp_path: Path, model_dir: str) -> None:
-    async def scenario() -> None:
-        async with sending(tmp_path, model_dir) as stand:
-            refused = asyncio.Event()
+async def test_a_report_is_sent_until_the_data_plane_takes_it(tmp_path: Path, model_dir: str) -> None:
+    async with sending(tmp_path, model_dir) as stand:
+        refused = asyncio.Event()
 
-            async def note(response: httpx.Response) -> None:
-                if response.status_code == 404:
-                    refused.set()
+        async def note(response: httpx.Response) -> None:
+            if response.status_code == 404:
+                refused.set()
 
-            stand.http.event_hooks = {"response": [note]}
-            stand.reports.add("run.g0.0.a0", {"status": "failed"})
-            await refused.wait()
-            assert stand.answered.empty()
-            await stand.register()
-            assert await stand.answers(1) == ["run.g0.0.a0"]
-
-    asyncio.run(scenario())
+        stand.http.event_hooks = {"response": [note]}
+        stand.reports.add("run.g0.0.a0", {"status": "failed"})
+        await refused.wait()
+        assert stand.answered.empty()
+        await stand.register()
+        assert await stand.answers(1) == ["run.g0.0.a0"]
 
 
-def test_whatever_an_agent_raises_can_be_reported(tmp_path: Path, model_dir: str) -> None:
-    async def scenario() -> None:
-        async with sending(tmp_path, model_dir) as stand:
-            await stand.register()
-            [name] = await stand.claim(1)
-            stand.reports.add_failure(name, "half a pair: \udc80" + "x" * 10**7)
-            assert await stand.answers(1) == [name]
-            error = (await stand.status())["last_error"]
-            assert error.startswith("half a pair: \\udc80x") and len(error) == MAX_ERROR + len(" ...")
-
-    asyncio.run(scenario())
+async def test_whatever_an_agent_raises_can_be_reported(tmp_path: Path, model_dir: str) -> None:
+    async with sending(tmp_path, model_dir) as stand:
+        await stand.register()
+        [name] = await stand.claim(1)
+        stand.reports.add_failure(name, "half a pair: \udc80" + "x" * 10**7)
+        assert await stand.answers(1) == [name]
+        error = (await stand.status())["last_error"]
+        assert error.startswith("half a pair: \\udc80x") and len(error) == MAX_ERROR + len(" ...")
 
 
 @pytest.mark.parametrize("task_id", [np.int64(3), "\udc80"])

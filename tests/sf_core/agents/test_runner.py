@@ -100,22 +100,22 @@ def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
     assert _describe_error(_DumbError(), "agent") == "_DumbError: (the error has no readable message)"
 
 
-def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
+async def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
     runner = make_runner("http://127.0.0.1:9", patience_s=0.1)
     sentence = r"^the data plane at http://127.0.0.1:9 did not answer any claim of a0 on run run for 0.1 s: "
     with pytest.raises(ConnectionError, match=sentence):
-        asyncio.run(asyncio.wait_for(runner.run(), patience()))
+        await asyncio.wait_for(runner.run(), patience())
 
 
-def test_a_runner_gives_its_worker_back_when_the_data_plane_has_forgotten_its_run(
+async def test_a_runner_gives_its_worker_back_when_the_data_plane_has_forgotten_its_run(
     plane_process: ServedPlane,
 ) -> None:
     with pytest.raises(ConnectionError, match=r"on run .* for 0\.1 s: Client error '404 Not Found'"):
-        asyncio.run(asyncio.wait_for(make_runner(plane_process.url, patience_s=0.1).run(), patience()))
+        await asyncio.wait_for(make_runner(plane_process.url, patience_s=0.1).run(), patience())
 
 
 @pytest.mark.parametrize("key", ["key-of-the-run", None])
-def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
+async def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
     plane_process: ServedPlane,
     renderer: Renderer,
     key: str | None,
@@ -129,13 +129,12 @@ def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
         endpoints.append(endpoint)
         own = endpoint.base_url.removesuffix("/v1")
         asked = (f"{endpoint.base_url}/models", own, f"{plane_process.url}/runs/run")
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as http:
-            statuses.append([(await http.get(url)).status_code for url in asked])
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as keyed:
+            statuses.append([(await keyed.get(url)).status_code for url in asked])
         return await agent(task, endpoint)
 
     runner = make_runner(plane_process.url, agent=keyed_agent)
-
-    async def work() -> None:
+    async with asyncio.timeout(patience()):
         working = asyncio.ensure_future(runner.run())
         operator = operator_headers(plane_process.url)
         async with httpx.AsyncClient(base_url=plane_process.url) as http:
@@ -147,8 +146,6 @@ def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
             assert stranger.status_code == (400 if key is None else 401)
             await http.post("/runs/run/release", headers=operator)
         await working
-
-    asyncio.run(asyncio.wait_for(work(), patience()))
     keys = {endpoint.api_key for endpoint in endpoints}
     assert len(keys) == len(endpoints) >= 2
     assert keys.isdisjoint({"none", "key-of-the-run", plane_process.key})
@@ -157,22 +154,19 @@ def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
     assert plane_process.get("/runs/run")["counters"].get("failed_sessions", 0) == 0
 
 
-def test_no_proxy_stands_between_agents_and_their_data_plane(
+async def test_no_proxy_stands_between_agents_and_their_data_plane(
     plane_process: ServedPlane,
     renderer: Renderer,
     proxy: SilentProxy,
 ) -> None:
     plane_process.register(group_size=1, groups_per_batch=1, num_batches=1)
     plane_process.connect(lambda prompt, seed: say(renderer, "42"))
-
-    async def work() -> None:
+    async with asyncio.timeout(patience()):
         working = asyncio.ensure_future(make_runner(plane_process.url).run())
         while not (await asyncio.to_thread(plane_process.get, "/runs/run/batches/0?wait_s=10"))["ready"]:
             assert not working.done()
         await asyncio.to_thread(plane_process.post, "/runs/run/release")
         await working  # how many it counts depends on whether the answer to its last report came first
-
-    asyncio.run(asyncio.wait_for(work(), patience()))
     assert not proxy.was_asked()
 
 
@@ -304,7 +298,7 @@ def test_who_ends_the_program_or_cancels_itself_costs_one_session(
     assert "failed: " in caplog.text and "no such tool" in caplog.text
 
 
-def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
+async def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
     tmp_path: Path,
     model_dir: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -332,12 +326,12 @@ def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
 
     with running_app() as url, attended(url, tmp_path, model_dir) as plane:
         plane.register(group_size=1, groups_per_batch=1)
-        asyncio.run(asyncio.wait_for(work(url), patience()))
+        await asyncio.wait_for(work(url), patience())
     assert not came_to_an_end.is_set()
     over.set()
 
 
-def test_a_runner_that_cannot_report_any_more_ends_with_the_reason() -> None:
+async def test_a_runner_that_cannot_report_any_more_ends_with_the_reason() -> None:
     runner = make_runner("http://127.0.0.1:9")
 
     async def fail(http: httpx.AsyncClient) -> None:
@@ -345,4 +339,4 @@ def test_a_runner_that_cannot_report_any_more_ends_with_the_reason() -> None:
 
     runner._reports.send = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(TypeError, match="what it could not do"):
-        asyncio.run(asyncio.wait_for(runner.run(), patience()))
+        await asyncio.wait_for(runner.run(), patience())

@@ -37,15 +37,11 @@ async def leave(threads: Threads, num_calls: int, over: threading.Event) -> list
     return begun
 
 
-def test_as_many_plain_functions_run_at_once_as_are_called() -> None:
+async def test_as_many_plain_functions_run_at_once_as_are_called() -> None:
     barrier = threading.Barrier(40, timeout=patience())
-
-    async def meet() -> None:
-        threads = Threads()
-        places = await asyncio.gather(*(threads.call(barrier.wait) for _ in range(40)))
-        assert sorted(places) == list(range(40))
-
-    asyncio.run(meet())
+    threads = Threads()
+    places = await asyncio.gather(*(threads.call(barrier.wait) for _ in range(40)))
+    assert sorted(places) == list(range(40))
 
 
 def test_a_call_that_hangs_does_not_keep_the_loop_from_ending(over: threading.Event) -> None:
@@ -54,23 +50,20 @@ def test_a_call_that_hangs_does_not_keep_the_loop_from_ending(over: threading.Ev
     assert [thread.is_alive() for thread in hanging] == [True, True]
 
 
-def test_calls_that_go_on_unawaited_count_once_they_are_many_and_until_they_end(
+async def test_calls_that_go_on_unawaited_count_once_they_are_many_and_until_they_end(
     over: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(threads_module, "MAX_LEFT", 2)
-
-    async def count() -> None:
-        threads = Threads()
-        await leave(threads, 2, over)
-        assert (threads.num_excess, caplog.messages) == (0, [])
-        await leave(threads, 2, over)
-        assert threads.num_excess == 2
-        over.set()
-        while threads.num_excess:
-            await asyncio.sleep(0.001)
-
     with caplog.at_level(logging.WARNING):
-        asyncio.run(asyncio.wait_for(count(), patience()))
+        async with asyncio.timeout(patience()):
+            threads = Threads()
+            await leave(threads, 2, over)
+            assert (threads.num_excess, caplog.messages) == (0, [])
+            await leave(threads, 2, over)
+            assert threads.num_excess == 2
+            over.set()
+            while threads.num_excess:
+                await asyncio.sleep(0.001)
     [told] = caplog.messages
     assert told.startswith(
         "3 calls still run although their sessions have ended (newest call: leave.<locals>.hang"
@@ -78,9 +71,9 @@ def test_calls_that_go_on_unawaited_count_once_they_are_many_and_until_they_end(
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), StopIteration()])
-def test_what_a_plain_function_raises_comes_back(error: Exception) -> None:
+async def test_what_a_plain_function_raises_comes_back(error: Exception) -> None:
     def fail() -> None:
         raise error
 
     with pytest.raises((KeyError, RuntimeError), match=r"x|raised StopIteration"):
-        asyncio.run(asyncio.wait_for(Threads().call(fail), patience()))
+        await asyncio.wait_for(Threads().call(fail), patience())

@@ -43,7 +43,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
         yield served
 
 
-def scored(
+async def scored(
     reward: Callable[..., Any],
     *,
     answer: Any = "42",
@@ -55,18 +55,16 @@ def scored(
     what was asked, by answer."""
     configs = {} if server is None else {"taste": JudgeConfig(url=server.url)}
     works = [Work(f"s{number}") for number in range(len(answers or [answer]))]
-
-    async def scenario() -> Any:
-        endpoints = {name: endpoint_of(name, config) for name, config in configs.items()}
+    endpoints = {name: endpoint_of(name, config) for name, config in configs.items()}
+    found: Any
+    try:
         async with Judges(configs, endpoints) as judges:
             rules = RolloutConfig(score_timeout_s=timeout_s)
             phases = Phases(rules, agent, reward, None, reward, judges)
-            if answers is not None:
-                return await phases.judge(works, TASK, answers)
-            return await phases.score(works[0], TASK, answer)
-
-    try:
-        found = asyncio.run(scenario())
+            if answers is None:
+                found = await phases.score(works[0], TASK, answer)
+            else:
+                found = await phases.judge(works, TASK, answers)
     except Exception as error:
         found = error
     return found, [work.judgements for work in works]
@@ -90,23 +88,27 @@ def failing(times: int, then: Any = 1.0) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("answer", ["42", None])
-def test_an_answer_that_is_not_judged_is_scored_again(answer: Any) -> None:
-    assert scored(failing(3), answer=answer)[0] == {"reward": 1.0, "reward_parts": {}, "step_rewards": {}}
+async def test_an_answer_that_is_not_judged_is_scored_again(answer: Any) -> None:
+    assert (await scored(failing(3), answer=answer))[0] == {
+        "reward": 1.0,
+        "reward_parts": {},
+        "step_rewards": {},
+    }
 
 
 @pytest.mark.parametrize("answer", ["42", None])
-def test_when_its_time_is_over_it_is_left_to_others(answer: Any) -> None:
-    error, _ = scored(failing(10**9), answer=answer, timeout_s=1.0)
+async def test_when_its_time_is_over_it_is_left_to_others(answer: Any) -> None:
+    error, _ = await scored(failing(10**9), answer=answer, timeout_s=1.0)
     assert isinstance(error, NotJudged)
     assert "left" in str(error)
 
 
-def test_a_function_that_takes_too_long_by_itself_fails_as_ever() -> None:
+async def test_a_function_that_takes_too_long_by_itself_fails_as_ever() -> None:
     async def reward(task: Task, answer: Any) -> float:
         await asyncio.sleep(60)
         return 1.0
 
-    error, _ = scored(reward, timeout_s=0.05)
+    error, _ = await scored(reward, timeout_s=0.05)
     assert isinstance(error, LateError)
     assert str(error) == "scoring took longer than rollout.score_timeout_s (0.05 s)"
 
@@ -121,10 +123,10 @@ def block_for_judge(task: Task, answer: Any, judges: Named) -> float:
 
 @pytest.mark.parametrize("server", [["slow"]], indirect=True)
 @pytest.mark.parametrize("reward", [wait_for_judge, block_for_judge])
-def test_a_function_that_waits_for_a_judge_is_not_to_blame(
+async def test_a_function_that_waits_for_a_judge_is_not_to_blame(
     server: JudgeServer, reward: Callable[..., Any]
 ) -> None:
-    error, _ = scored(reward, server=server, timeout_s=1.0)
+    error, _ = await scored(reward, server=server, timeout_s=1.0)
     assert isinstance(error, NotJudged)
     assert str(error) == (
         "scoring took longer than rollout.score_timeout_s (1 s) while it waited for a judge"
@@ -133,42 +135,42 @@ def test_a_function_that_waits_for_a_judge_is_not_to_blame(
 
 @pytest.mark.parametrize("server", [["garbage", "garbage", ""]], indirect=True)
 @pytest.mark.parametrize("reward", [wait_for_judge, block_for_judge])
-def test_what_was_asked_is_told_of_all_times_that_it_was_scored(
+async def test_what_was_asked_is_told_of_all_times_that_it_was_scored(
     server: JudgeServer, reward: Callable[..., Any]
 ) -> None:
-    found, [asked] = scored(reward, server=server)
+    found, [asked] = await scored(reward, server=server)
     assert found["reward"] == 1.0
     assert [one.verdict for one in asked] == [None, None, "1.0"]
 
 
-def test_what_was_asked_is_told_of_a_reward_that_fails(server: JudgeServer) -> None:
+async def test_what_was_asked_is_told_of_a_reward_that_fails(server: JudgeServer) -> None:
     async def reward(task: Task, answer: Any, judges: Named) -> Any:
         await judges["taste"].ask("?")
         return "much"
 
-    error, [asked] = scored(reward, server=server)
+    error, [asked] = await scored(reward, server=server)
     assert "returned 'much', which is not a finite number" in str(error)
     assert len(asked) == 1
 
 
-def test_numbers_that_are_noted_are_no_part_of_the_reward() -> None:
-    found, [noted] = scored(failing(0, Scored({"right": 1.0}, noted={"length": 3})))
+async def test_numbers_that_are_noted_are_no_part_of_the_reward() -> None:
+    found, [noted] = await scored(failing(0, Scored({"right": 1.0}, noted={"length": 3})))
     assert found == {"reward": 1.0, "reward_parts": {"right": 1.0}, "step_rewards": {}}
     assert noted == [Judgement(item="length", verdict="3.0")]
 
 
-def test_a_noted_number_must_be_finite() -> None:
-    error, [noted] = scored(failing(0, Scored(1.0, noted={"length": float("inf")})))
+async def test_a_noted_number_must_be_finite() -> None:
+    error, [noted] = await scored(failing(0, Scored(1.0, noted={"length": float("inf")})))
     assert "returned inf as 'length', which is not a finite number" in str(error)
     assert noted == []
 
 
-def test_without_judges_a_function_has_what_its_parameter_has(server: JudgeServer) -> None:
+async def test_without_judges_a_function_has_what_its_parameter_has(server: JudgeServer) -> None:
     def reward(task: Task, answer: Any, judges: Named | None = None) -> float:
         return 1.0 if judges is None else 0.5
 
-    assert scored(reward)[0]["reward"] == 1.0
-    assert scored(reward, server=server)[0]["reward"] == 0.5
+    assert (await scored(reward))[0]["reward"] == 1.0
+    assert (await scored(reward, server=server))[0]["reward"] == 0.5
 
 
 def test_a_report_keeps_the_texts_that_it_has_room_for() -> None:
@@ -182,7 +184,7 @@ def test_a_report_keeps_the_texts_that_it_has_room_for() -> None:
     assert len(FinishBody.model_validate(body).judgements) == 20
 
 
-def test_answers_of_a_group_are_judged_together_again(server: JudgeServer) -> None:
+async def test_answers_of_a_group_are_judged_together_again(server: JudgeServer) -> None:
     left = [1]
 
     def group_reward(task: Task, answers: list[Any], judges: Named) -> Any:
@@ -192,15 +194,15 @@ def test_answers_of_a_group_are_judged_together_again(server: JudgeServer) -> No
             raise NotJudged("later")
         return [Scored(won, noted={"first": 1.0}), 1.0 - won]
 
-    found, [first, second] = scored(group_reward, server=server, answers=["long", "no"])
+    found, [first, second] = await scored(group_reward, server=server, answers=["long", "no"])
     assert [one["reward"] for one in found] == [1.0, 0.0]
     assert [one.judge for one in first] == ["taste"] * 4 + [None]
     assert [one.cached for one in first] == [False, False, True, True, False]
     assert second == []
 
 
-def test_a_group_that_is_dropped_is_no_failure() -> None:
-    assert scored(lambda task, answers: None, answers=["a", "b"])[0] is None
+async def test_a_group_that_is_dropped_is_no_failure() -> None:
+    assert (await scored(lambda task, answers: None, answers=["a", "b"]))[0] is None
 
 
 @pytest.mark.parametrize("judges_groups", [False, True])

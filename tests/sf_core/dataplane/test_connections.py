@@ -24,7 +24,8 @@ KEY = "a-key-of-the-test"
 SHORT_S = 0.2
 """Time in which requests must arrive, where a test waits for its end."""
 START = f"GET /healthz HTTP/1.1\r\n{LOCAL}".encode()
-CHUNKED = f"POST /runs HTTP/1.1\r\n{LOCAL}authorization: Bearer {KEY}\r\ntransfer-encoding: chunked\r\n\r\n"
+SIGNED = f"authorization: Bearer {KEY}\r\n"
+CHUNKED = f"POST /runs HTTP/1.1\r\n{LOCAL}{SIGNED}transfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,18 @@ from sf_core.dataplane.large import apart
 from tests.patience import until
 
 
-def test_two_large_requests_are_worked_on_at_a_time_and_small_ones_do_not_wait() -> None:
-    async def scenario() -> None:
-        running: list[int] = []
-        go_on = threading.Event()
+async def test_two_large_requests_are_worked_on_at_a_time_and_small_ones_do_not_wait() -> None:
+    running: list[int] = []
+    go_on = threading.Event()
 
-        def work(number: int) -> int:
-            running.append(number)
-            go_on.wait()
-            return number
+    def work(number: int) -> int:
+        running.append(number)
+        go_on.wait()
+        return number
 
-        large = [asyncio.ensure_future(apart(True, work, number)) for number in range(4)]
-        await until(lambda: len(running) == 2)
-        assert await apart(False, lambda: "small") == "small"
-        assert running == [0, 1]
-        go_on.set()
-        assert await asyncio.gather(*large) == [0, 1, 2, 3]
-
-    asyncio.run(scenario())
+    large = [asyncio.ensure_future(apart(True, work, number)) for number in range(4)]
+    await until(lambda: len(running) == 2)
+    assert await apart(False, lambda: "small") == "small"
+    assert running == [0, 1]
+    go_on.set()
+    assert await asyncio.gather(*large) == [0, 1, 2, 3]

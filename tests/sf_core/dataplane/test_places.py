@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -40,29 +39,26 @@ STEP = st.tuples(st.sampled_from(["come", "keep", "release", "go"]), st.integers
 
 @settings(max_examples=examples(300))
 @given(st.lists(STEP, max_size=60))
-def test_who_is_kept_stays_and_others_give_way(steps: list[tuple[str, int]]) -> None:
-    async def scenario() -> None:
-        server = Server()
-        for step, number in steps:
-            if step == "come":
-                newcomer = Client(server)
-                server.open.append(newcomer)
-                num_kept = len(server.kept)
-                assert server.places.add(newcomer, len(server.open)) == (num_kept < MOST)
-                # there is room for the newcomer, if only to be told that there is none
-                assert newcomer in server.open
-                assert len(server.open) <= max(MOST, num_kept + MOST_REFUSED)
-            elif server.open:
-                one = server.open[number % len(server.open)]
-                if step == "keep":
-                    server.places.keep(one)
-                    server.kept.add(one)
-                elif step == "release":
-                    server.places.make_stranger(one)
-                    server.kept.discard(one)
-                else:
-                    server.places.forget(one)
-                    server.open.remove(one)
-                    server.kept.discard(one)
-
-    asyncio.run(scenario())
+async def test_who_is_kept_stays_and_others_give_way(steps: list[tuple[str, int]]) -> None:
+    server = Server()
+    for step, number in steps:
+        if step == "come":
+            newcomer = Client(server)
+            server.open.append(newcomer)
+            num_kept = len(server.kept)
+            assert server.places.add(newcomer, len(server.open)) == (num_kept < MOST)
+            # there is room for the newcomer, if only to be told that there is none
+            assert newcomer in server.open
+            assert len(server.open) <= max(MOST, num_kept + MOST_REFUSED)
+        elif server.open:
+            one = server.open[number % len(server.open)]
+            if step == "keep":
+                server.places.keep(one)
+                server.kept.add(one)
+            elif step == "release":
+                server.places.make_stranger(one)
+                server.kept.discard(one)
+            else:
+                server.places.forget(one)
+                server.open.remove(one)
+                server.kept.discard(one)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -99,25 +98,18 @@ def mixing(**parts: Any) -> EnvironmentConfig:
     return EnvironmentConfig(name="mixture", settings={"parts": parts})
 
 
-def worked_on(config: EnvironmentConfig, task: Task) -> Any:
+async def worked_on(config: EnvironmentConfig, task: Task) -> Any:
     """What the agent answers, called as a runner calls it."""
-
-    async def work() -> Any:
-        agent = agent_of(config)
-        prepare = prepare_of(config)
-        if prepare is None:
-            return await agent(task, ENDPOINT)
-        async with prepare(task) as prepared:
-            return await agent(task, ENDPOINT, prepared)
-
-    return asyncio.run(work())
+    agent = agent_of(config)
+    prepare = prepare_of(config)
+    if prepare is None:
+        return await agent(task, ENDPOINT)
+    async with prepare(task) as prepared:
+        return await agent(task, ENDPOINT, prepared)
 
 
-def scored(config: EnvironmentConfig, task: Task, answer: Any) -> Any:
-    async def score() -> Any:
-        return await reward_of(config)(task, answer)
-
-    return asyncio.run(score())
+async def scored(config: EnvironmentConfig, task: Task, answer: Any) -> Any:
+    return await reward_of(config)(task, answer)
 
 
 class TestContract(EnvironmentTests):
@@ -152,17 +144,17 @@ def test_a_part_of_a_part_is_not_seen() -> None:
         tasks_of(config)("train", 0, "calculator")
 
 
-def test_each_part_has_its_own_agent_and_reward() -> None:
+async def test_each_part_has_its_own_agent_and_reward() -> None:
     config = mixing(one=ours(Rooms), own=OWN, three=ours(Rooms, doors=3))
     tasks = tasks_of(config)
     for source, doors in (("one", 1.0), ("three", 3.0)):
         task = tasks("train", 5, source)
-        answer = worked_on(config, task)
+        answer = await worked_on(config, task)
         assert answer == {"key": "key of train-5 of rooms", "thread": True}
-        assert scored(config, task, answer) == {"doors": doors, "open": 1.0}
+        assert await scored(config, task, answer) == {"doors": doors, "open": 1.0}
     task = tasks("holdout", 1)
-    assert (task.environment, worked_on(config, task)) == ("own", "mine policy")
-    assert scored(config, task, "mine policy") == 1.0
+    assert (task.environment, await worked_on(config, task)) == ("own", "mine policy")
+    assert await scored(config, task, "mine policy") == 1.0
 
 
 def test_without_a_part_that_prepares_nothing_is_prepared() -> None:
@@ -195,38 +187,38 @@ async def asks_judges(task: Task, answer: Any, judges: Mapping[str, float]) -> f
     return judges["quality"]
 
 
-def test_parts_that_ask_judges_are_given_those_of_the_run() -> None:
+async def test_parts_that_ask_judges_are_given_those_of_the_run() -> None:
     config = mixing(words=WORDS, own={**OWN, "reward": f"{__name__}:asks_judges"})
     reward = reward_of(config)
 
-    def score(source: str, answer: str) -> Any:
+    async def score(source: str, answer: str) -> Any:
         task = tasks_of(config)("train", 0, source)
-        return asyncio.run(reward(task, answer, judges={"quality": 0.25}))
+        return await reward(task, answer, judges={"quality": 0.25})
 
-    assert takes_judges(reward) and score("own", "") == 0.25
+    assert takes_judges(reward) and await score("own", "") == 0.25
     right = tasks_of(config)("train", 0, "words").answer
-    assert score("words", right) == scored(config, tasks_of(config)("train", 0, "words"), right)
+    assert await score("words", right) == await scored(config, tasks_of(config)("train", 0, "words"), right)
 
 
-def test_a_reward_that_is_no_number_is_told_with_the_function_of_the_part() -> None:
+async def test_a_reward_that_is_no_number_is_told_with_the_function_of_the_part() -> None:
     config = mixing(words=WORDS, own={**OWN, "reward": f"{__name__}:no_reward"})
     with pytest.raises(ValueError) as refused:
-        scored(config, tasks_of(config)("train", 1), "yes")
+        await scored(config, tasks_of(config)("train", 1), "yes")
     assert str(refused.value) == (
         f"the reward function {__name__}:no_reward ({place_of(no_reward)}) returned None, which is not a "
         f"finite number"
     )
 
 
-def test_a_command_finds_the_files_of_the_part() -> None:
+async def test_a_command_finds_the_files_of_the_part() -> None:
     command = {"command": [sys.executable, "-c", "print(open('door').read(), end='')"]}
     within = mixing(flat={**ours(Rooms), "agent": command}, own=OWN)
     over = mixing(flat=ours(Rooms), own=OWN).model_copy(
         update={"agent": RunConfig.model_validate({"environment": {"agent": command}}).environment.agent}
     )
     task = tasks_of(within)("train", 0, "flat")
-    assert worked_on(within, task).answer == "rooms"
-    assert worked_on(over, tasks_of(over)("train", 0, "flat")).answer == "rooms"
+    assert (await worked_on(within, task)).answer == "rooms"
+    assert (await worked_on(over, tasks_of(over)("train", 0, "flat"))).answer == "rooms"
     assert environment_of(over).files(tasks_of(over)("train", 0, "own")) == {}
 
 
@@ -262,11 +254,11 @@ def test_a_host_must_do_what_every_part_needs() -> None:
     )
 
 
-def test_a_task_of_no_part_is_refused() -> None:
+async def test_a_task_of_no_part_is_refused() -> None:
     config = mixing(words=WORDS, rules=RULES).model_copy(update={"tasks": f"{__name__}:my_tasks"})
     assert parts_of(config) == []
     with pytest.raises(ValueError, match=r"^task train-0 belongs to none of the parts words, rules$"):
-        scored(config, tasks_of(config)("train", 0), "yes")
+        await scored(config, tasks_of(config)("train", 0), "yes")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -100,7 +99,7 @@ def test_more_buttons_than_places_are_refused() -> None:
         ScreenOfButtons(columns=2, rows=2)
 
 
-def test_the_agent_sends_the_screen_and_what_became_of_it(canned_model: CannedModel) -> None:
+async def test_the_agent_sends_the_screen_and_what_became_of_it(canned_model: CannedModel) -> None:
     """What it sends is what a demonstration shows."""
     environment = ScreenOfButtons()
     task = environment.tasks("train", 7)
@@ -112,7 +111,7 @@ def test_the_agent_sends_the_screen_and_what_became_of_it(canned_model: CannedMo
         for arguments in (call["function"]["arguments"],)
     ]
     canned_model.answers = written
-    answer = asyncio.run(environment.agent(task, canned_model.endpoint))
+    answer = await environment.agent(task, canned_model.endpoint)
     assert answer == task.answer and environment.reward(task, answer) == 1.0
     first, second = canned_model.requests
     assert first["messages"] == shown[:1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
@@ -94,10 +93,10 @@ def test_its_tools_are_called_in_a_session_of_several_turns(
     assert run(plane_process, pad(kind="tool")) == [1.5]
 
 
-def test_a_text_of_another_agent_is_scored_by_the_rubric() -> None:
+async def test_a_text_of_another_agent_is_scored_by_the_rubric() -> None:
     environment = pad()
     task = environment.tasks("train", 2)
-    assert [asyncio.run(environment.reward(task, answer)) for answer in ("7", "8", "seven")] == [1.5, 0.5, 0]
+    assert [await environment.reward(task, answer) for answer in ("7", "8", "seven")] == [1.5, 0.5, 0]
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,9 @@ def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(
     worker_bench.end(process)
 
 
-def await_nanny(bench: WorkerBench, name: str) -> None:
+def await_nanny(worker_bench: WorkerBench, name: str) -> None:
     """Wait until the nanny runs. Before that, one whose process dies ends too."""
-    wait_until(lambda: name in running_nannies(bench.scheduler), "the nanny to run", every_s=0.2)
+    wait_until(lambda: name in running_nannies(worker_bench.scheduler), "the nanny to run", every_s=0.2)
 
 
 def end(process: psutil.Process) -> None:

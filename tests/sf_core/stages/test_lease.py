@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def judging(task: Task, answer: str, judges: Any) -> float:
 
 
 @pytest.mark.parametrize("work", ["agent", "reward"])
-def test_judges_at_a_url_are_asked_wherever_answers_are_scored(work: Work) -> None:
+async def test_judges_at_a_url_are_asked_wherever_answers_are_scored(work: Work) -> None:
     judges = {"a": {"url": "http://127.0.0.1:1/v1", "name": "j"}}
     environment = {"reward": f"{__name__}:judging", "judges": judges}
 
@@ -75,7 +74,7 @@ def test_judges_at_a_url_are_asked_wherever_answers_are_scored(work: Work) -> No
 
     with open_judges(EnvironmentConfig.model_validate(environment), work) as opened:
         assert opened is not None
-        [endpoint] = asyncio.run(asked(opened))
+        [endpoint] = await asked(opened)
     assert (endpoint.base_url, endpoint.model) == ("http://127.0.0.1:1/v1", "j")
 
 

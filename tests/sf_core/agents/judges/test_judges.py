@@ -34,29 +34,25 @@ def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
         yield served
 
 
-def ask(server: JudgeServer, *several: Asking, **settings: Any) -> tuple[list[Any], list[Judgement]]:
+async def ask(server: JudgeServer, *several: Asking, **settings: Any) -> tuple[list[Any], list[Judgement]]:
     """What each returns, or the error that it raises, and what is recorded of all; each is a scoring of its
     own with the same judges."""
     config = JudgeConfig(url=server.url, **settings)
-
-    async def scenario() -> tuple[list[Any], list[Judgement]]:
-        results = list[Any]()
-        judgements = list[Judgement]()
-        async with Judges({"taste": config}, {"taste": endpoint_of("taste", config)}) as judges:
-            for one in several:
-                with judges.record() as (given, record):
-                    results += await asyncio.gather(one(given), return_exceptions=True)
-                judgements += record.judgements
-        return results, judgements
-
-    return asyncio.run(scenario())
+    results = list[Any]()
+    judgements = list[Judgement]()
+    async with Judges({"taste": config}, {"taste": endpoint_of("taste", config)}) as judges:
+        for one in several:
+            with judges.record() as (given, record):
+                results += await asyncio.gather(one(given), return_exceptions=True)
+            judgements += record.judgements
+    return results, judgements
 
 
-def test_a_question_is_answered_by_the_model_that_the_server_lists(
+async def test_a_question_is_answered_by_the_model_that_the_server_lists(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SF_JUDGE_KEY_TASTE", "secret")
-    [mark], [row] = ask(server, lambda judges: judges["taste"].ask("How good?", "style", read=int))
+    [mark], [row] = await ask(server, lambda judges: judges["taste"].ask("How good?", "style", read=int))
     assert mark == len("How good?")
     assert server.keys == ["Bearer secret"]
     assert server.requests == [
@@ -80,9 +76,9 @@ def test_a_question_is_answered_by_the_model_that_the_server_lists(
     assert "secret" not in str(row)
 
 
-def test_words_are_weighed_by_the_log_probs_of_the_first_token(server: JudgeServer) -> None:
+async def test_words_are_weighed_by_the_log_probs_of_the_first_token(server: JudgeServer) -> None:
     questions = ["is 42 right?", "is 41 right?"]
-    chosen, rows = ask(server, *(lambda j, q=q: j["taste"].choose(q, ["yes", "no"]) for q in questions))
+    chosen, rows = await ask(server, *(lambda j, q=q: j["taste"].choose(q, ["yes", "no"]) for q in questions))
     assert [one["yes"] for one in chosen] == [pytest.approx(0.8 / 0.9), pytest.approx(0.1 / 0.9)]
     assert [sum(one.values()) for one in chosen] == [pytest.approx(1.0)] * 2
     assert server.requests[0] | {"messages": 0, "model": 0} == {
@@ -123,11 +119,13 @@ def test_words_of_which_most_begin_alike_cannot_be_told_apart() -> None:
 
 
 @pytest.mark.parametrize("words", [["no", "not sure"], ["Yes", "yes"], ["yes", " "]])
-def test_words_that_one_token_never_tells_apart_are_refused(server: JudgeServer, words: list[str]) -> None:
+async def test_words_that_one_token_never_tells_apart_are_refused(
+    server: JudgeServer, words: list[str]
+) -> None:
     async def choose(judges: Mapping[str, Judge]) -> Any:
         return await judges["taste"].choose("?", words)
 
-    [error], rows = ask(server, choose)
+    [error], rows = await ask(server, choose)
     assert isinstance(error, ValueError) and not rows
     assert str(error).startswith(f"the method choose cannot distinguish {words[0]!r}, {words[1]!r}: ")
 
@@ -136,7 +134,7 @@ def test_words_that_one_token_never_tells_apart_are_refused(server: JudgeServer,
     ("second", "found"),
     [({"A": 0.5, "B": 0.5}, 0.5), ({"A": 0.9, "B": 0.1}, 0.0), ({"A": 0.1, "B": 0.9}, 1.0)],
 )
-def test_an_order_that_cannot_decide_leaves_it_to_the_other(
+async def test_an_order_that_cannot_decide_leaves_it_to_the_other(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, second: dict[str, float], found: float
 ) -> None:
     orders = [{"A": 0.5, "B": 0.5}, second]
@@ -145,34 +143,36 @@ def test_an_order_that_cannot_decide_leaves_it_to_the_other(
         return orders.pop(0)
 
     monkeypatch.setattr(Judge, "_choose", choose)
-    assert ask(server, lambda judges: judges["taste"].prefer("?", "a", "b"))[0] == [found]
+    assert (await ask(server, lambda judges: judges["taste"].prefer("?", "a", "b")))[0] == [found]
 
 
-def test_a_preference_is_asked_in_both_orders(server: JudgeServer) -> None:
+async def test_a_preference_is_asked_in_both_orders(server: JudgeServer) -> None:
     def preferring(a: str, b: str) -> Asking:
         return lambda judges: judges["taste"].prefer("Why?", a, b, "depth")
 
     # of equally long texts it likes the second
-    found, rows = ask(server, preferring("long", "no"), preferring("no", "long"), preferring("ab", "cd"))
+    found, rows = await ask(
+        server, preferring("long", "no"), preferring("no", "long"), preferring("ab", "cd")
+    )
     assert found == [1.0, 0.0, 0.5]
     pairs = [row.pair for row in rows]
     assert pairs[::2] == pairs[1::2] and len(set(pairs)) == 3
     assert {row.item for row in rows} == {"depth"}
 
 
-def test_a_plain_function_waits_in_its_thread(server: JudgeServer) -> None:
+async def test_a_plain_function_waits_in_its_thread(server: JudgeServer) -> None:
     def reward(judges: Mapping[str, Judge]) -> float:
         return float(judges["taste"].ask("12345", read=float)) + judges["taste"].prefer("?", "aa", "b")
 
-    [total], rows = ask(server, lambda judges: asyncio.to_thread(reward, judges))
+    [total], rows = await ask(server, lambda judges: asyncio.to_thread(reward, judges))
     assert (total, len(rows)) == (6.0, 3)
 
 
-def test_a_function_with_a_loop_of_its_own_waits_in_it(server: JudgeServer) -> None:
+async def test_a_function_with_a_loop_of_its_own_waits_in_it(server: JudgeServer) -> None:
     async def inside(judges: Mapping[str, Judge]) -> Any:
         return await judges["taste"].ask("123", read=int)
 
-    [mark], _ = ask(server, lambda judges: asyncio.to_thread(lambda: asyncio.run(inside(judges))))
+    [mark], _ = await ask(server, lambda judges: asyncio.to_thread(lambda: asyncio.run(inside(judges))))
     assert mark == 3
 
 
@@ -180,14 +180,14 @@ async def twice(judges: Mapping[str, Judge]) -> list[Any]:
     return await asyncio.gather(*(judges["taste"].ask("same") for _ in range(2)))
 
 
-def test_an_equal_question_is_asked_once_at_temperature_0(server: JudgeServer) -> None:
-    _, rows = ask(server, twice, twice)
+async def test_an_equal_question_is_asked_once_at_temperature_0(server: JudgeServer) -> None:
+    _, rows = await ask(server, twice, twice)
     assert len(server.requests) == 1
     assert [(row.cached, row.attempts, row.tokens) for row in rows] == [(False, 1, 10), *[(True, 0, 0)] * 3]
 
 
-def test_an_equal_question_is_asked_again_at_another_temperature(server: JudgeServer) -> None:
-    _, rows = ask(server, twice, temperature=0.5)
+async def test_an_equal_question_is_asked_again_at_another_temperature(server: JudgeServer) -> None:
+    _, rows = await ask(server, twice, temperature=0.5)
     assert len(server.requests) == 2
     assert not any(row.cached for row in rows)
 
@@ -210,9 +210,9 @@ def read_score(text: str) -> int:
 
 
 @pytest.mark.parametrize("server", [[kind] for kind in NO_VERDICTS], indirect=True)
-def test_a_reply_that_did_not_end_with_an_answer_is_never_a_verdict(server: JudgeServer) -> None:
+async def test_a_reply_that_did_not_end_with_an_answer_is_never_a_verdict(server: JudgeServer) -> None:
     asking: Asking = lambda judges: judges["taste"].ask("How good?", read=read_score)  # noqa: E731
-    errors, rows = ask(server, asking, asking)
+    errors, rows = await ask(server, asking, asking)
     assert [type(error) for error in errors] == [NotJudged] * 2
     assert all(f"judge taste at {server.url} gives no verdict: " in str(error) for error in errors)
     # it is known of none that it was asked before
@@ -226,10 +226,10 @@ def test_a_reply_that_did_not_end_with_an_answer_is_never_a_verdict(server: Judg
 
 
 @pytest.mark.parametrize("kind", NO_VERDICTS)
-def test_the_question_is_asked_again_until_a_reply_is_a_verdict(kind: str) -> None:
+async def test_the_question_is_asked_again_until_a_reply_is_a_verdict(kind: str) -> None:
     with JudgeServer([kind, ""]).serving() as server:
         asking: Asking = lambda judges: judges["taste"].ask("How good?", read=read_score)  # noqa: E731
-        marks, [first, known] = ask(server, asking, asking)
+        marks, [first, known] = await ask(server, asking, asking)
     assert marks == [9, 9]
     assert len(server.requests) == 2
     reason = REASONS.get(kind, kind)
@@ -250,21 +250,23 @@ def test_the_question_is_asked_again_until_a_reply_is_a_verdict(kind: str) -> No
         ("no end", "the server does not say that the reply ended by itself (`finish_reason` is not `stop`)"),
     ],
 )
-def test_an_error_says_why_the_last_reply_was_no_verdict(kind: str, sentence: str) -> None:
+async def test_an_error_says_why_the_last_reply_was_no_verdict(kind: str, sentence: str) -> None:
     with JudgeServer([kind]).serving() as server:
-        [error], _ = ask(server, lambda judges: judges["taste"].ask("?"))
+        [error], _ = await ask(server, lambda judges: judges["taste"].ask("?"))
     assert f"gives no verdict: {sentence}" in str(error)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NO_VERDICTS if not kind.startswith("length")])
-def test_words_are_weighed_of_no_reply_that_is_no_answer(kind: str) -> None:
+async def test_words_are_weighed_of_no_reply_that_is_no_answer(kind: str) -> None:
     with JudgeServer([kind, ""]).serving() as server:
-        [chosen], [row] = ask(server, lambda judges: judges["taste"].choose("is 42 right?", ["yes", "no"]))
+        [chosen], [row] = await ask(
+            server, lambda judges: judges["taste"].choose("is 42 right?", ["yes", "no"])
+        )
     assert chosen["yes"] == pytest.approx(0.8 / 0.9)
     assert row.discarded == [REASONS.get(kind, kind)]
 
 
-def test_a_reply_of_one_token_that_begins_to_reason_is_no_choice(
+async def test_a_reply_of_one_token_that_begins_to_reason_is_no_choice(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     likely = [{"token": "<think>", "logprob": -0.001}, {"token": "yes", "logprob": -9.0}]
@@ -274,12 +276,12 @@ def test_a_reply_of_one_token_that_begins_to_reason_is_no_choice(
         "logprobs": {"content": [{"token": "<think>", "top_logprobs": likely}]},
     }
     monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: {"choices": [reply]})
-    [error], [row] = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
+    [error], [row] = await ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
     assert isinstance(error, NotJudged)
     assert row.discarded == ["reasoning"] * client_module.TRIES
 
 
-def test_words_are_weighed_where_the_likeliest_token_is_white_space(
+async def test_words_are_weighed_where_the_likeliest_token_is_white_space(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     likely = [{"token": "\n\n", "logprob": -0.7}, {"token": "Yes", "logprob": -1.2}]
@@ -289,7 +291,7 @@ def test_words_are_weighed_where_the_likeliest_token_is_white_space(
         "logprobs": {"content": [{"token": "\n\n", "top_logprobs": likely}]},
     }
     monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: {"choices": [reply]})
-    [chosen], [row] = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
+    [chosen], [row] = await ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
     assert chosen == {"yes": 1.0, "no": 0.0}
     assert (row.attempts, row.discarded) == (1, [])
 
@@ -302,18 +304,18 @@ def test_words_are_weighed_where_the_likeliest_token_is_white_space(
         [{"type": "thinking"}, {"type": "text", "text": "7"}],
     ],
 )
-def test_reasoning_before_an_answer_is_not_read(
+async def test_reasoning_before_an_answer_is_not_read(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, content: Any
 ) -> None:
     reply = {"finish_reason": "stop", "message": {"content": content}}
     monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: {"choices": [reply]})
-    [mark], [row] = ask(server, lambda judges: judges["taste"].ask("?", read=int))
+    [mark], [row] = await ask(server, lambda judges: judges["taste"].ask("?", read=int))
     assert (mark, row.reply) == (7, "7")
 
 
-def test_a_limit_of_the_reply_is_sent_only_if_it_is_set(server: JudgeServer) -> None:
-    ask(server, lambda judges: judges["taste"].ask("?"))
-    ask(server, lambda judges: judges["taste"].ask("?"), max_tokens=300)
+async def test_a_limit_of_the_reply_is_sent_only_if_it_is_set(server: JudgeServer) -> None:
+    await ask(server, lambda judges: judges["taste"].ask("?"))
+    await ask(server, lambda judges: judges["taste"].ask("?"), max_tokens=300)
     assert [request.get("max_tokens") for request in server.requests] == [None, 300]
 
 
@@ -326,43 +328,43 @@ AWAY = "judge taste at {url} does not answer: "
     + [(["broken"], "the judge's reply is not JSON"), (["slow"], "no reply within 0.2 s")],
     indirect=["server"],
 )
-def test_a_judge_that_does_not_answer_does_not_judge(server: JudgeServer, why: str) -> None:
+async def test_a_judge_that_does_not_answer_does_not_judge(server: JudgeServer, why: str) -> None:
     timeout_s = 0.2 if "0.2" in why else patience()
-    [error], [row] = ask(server, lambda judges: judges["taste"].ask("?"), timeout_s=timeout_s)
+    [error], [row] = await ask(server, lambda judges: judges["taste"].ask("?"), timeout_s=timeout_s)
     assert isinstance(error, NotJudged)
     assert str(error) == AWAY.format(url=server.url) + why
     assert len(server.requests) == client_module.TRIES
     assert (row.reply, row.verdict, row.attempts, row.tokens) == (None, None, client_module.TRIES, 0)
 
 
-def test_a_server_that_is_gone_does_not_judge() -> None:
+async def test_a_server_that_is_gone_does_not_judge() -> None:
     server = JudgeServer()
     server.server.server_close()
-    [error], _ = ask(server, lambda judges: judges["taste"].ask("?"))
+    [error], _ = await ask(server, lambda judges: judges["taste"].ask("?"))
     assert isinstance(error, NotJudged)
     assert str(error).startswith(AWAY.format(url=server.url))
 
 
 @pytest.mark.parametrize("server", [[500, 429, ""]], indirect=True)
-def test_a_judge_that_fails_is_asked_again(server: JudgeServer) -> None:
-    [reply], [row] = ask(server, lambda judges: judges["taste"].ask("123"))
+async def test_a_judge_that_fails_is_asked_again(server: JudgeServer) -> None:
+    [reply], [row] = await ask(server, lambda judges: judges["taste"].ask("123"))
     assert (reply, row.attempts, row.tokens) == ("3", 3, 10)
 
 
 @pytest.mark.parametrize("server", [[401]], indirect=True)
-def test_a_judge_that_refuses_is_no_matter_of_patience(server: JudgeServer) -> None:
-    [error], rows = ask(server, lambda judges: judges["taste"].ask("?"))
+async def test_a_judge_that_refuses_is_no_matter_of_patience(server: JudgeServer) -> None:
+    [error], rows = await ask(server, lambda judges: judges["taste"].ask("?"))
     assert isinstance(error, RefusedError)
     assert str(error) == f"judge taste at {server.url} refused the request with status 401: told to fail"
     assert (len(server.requests), rows) == (1, [])
 
 
-def test_a_judge_whose_tokens_are_not_told_cannot_be_held_to_a_budget(
+async def test_a_judge_whose_tokens_are_not_told_cannot_be_held_to_a_budget(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reply = {"choices": [{"finish_reason": "stop", "message": {"content": "yes"}}]}
     monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: reply)
-    [error], _ = ask(server, lambda judges: judges["taste"].ask("?"), max_tokens_per_iteration=1000)
+    [error], _ = await ask(server, lambda judges: judges["taste"].ask("?"), max_tokens_per_iteration=1000)
     assert isinstance(error, RefusedError)
     assert str(error) == (
         "the server of judge taste does not report `usage`, so "
@@ -371,24 +373,24 @@ def test_a_judge_whose_tokens_are_not_told_cannot_be_held_to_a_budget(
 
 
 @pytest.mark.parametrize("server", [[401]], indirect=True)
-def test_a_key_that_a_server_tells_is_in_no_error(
+async def test_a_key_that_a_server_tells_is_in_no_error(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SF_JUDGE_KEY_TASTE", "told")
-    [error], _ = ask(server, lambda judges: judges["taste"].ask("?"))
+    [error], _ = await ask(server, lambda judges: judges["taste"].ask("?"))
     assert str(error).endswith("refused the request with status 401: its key to fail")
 
 
 @pytest.mark.parametrize("server", [["garbage", ""]], indirect=True)
-def test_what_cannot_be_read_is_asked_once_more(server: JudgeServer) -> None:
-    [mark], rows = ask(server, lambda judges: judges["taste"].ask("123", read=int))
+async def test_what_cannot_be_read_is_asked_once_more(server: JudgeServer) -> None:
+    [mark], rows = await ask(server, lambda judges: judges["taste"].ask("123", read=int))
     assert mark == 3
     assert [(row.reply, row.verdict) for row in rows] == [("as an AI", None), ("3", "3")]
 
 
 @pytest.mark.parametrize("server", [["garbage"]], indirect=True)
-def test_what_cannot_be_read_twice_is_not_judged(server: JudgeServer) -> None:
-    [error], rows = ask(server, lambda judges: judges["taste"].ask("123", read=int))
+async def test_what_cannot_be_read_twice_is_not_judged(server: JudgeServer) -> None:
+    [error], rows = await ask(server, lambda judges: judges["taste"].ask("123", read=int))
     assert isinstance(error, NotJudged)
     assert str(error).startswith("the reply of judge taste cannot be read: 'as an AI' (ValueError: ")
     assert [row.verdict for row in rows] == [None, None]
@@ -396,20 +398,20 @@ def test_what_cannot_be_read_twice_is_not_judged(server: JudgeServer) -> None:
 
 
 @pytest.mark.parametrize("server", [["garbage"]], indirect=True)
-def test_words_that_no_token_begins_cannot_be_read(server: JudgeServer) -> None:
-    [error], rows = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
+async def test_words_that_no_token_begins_cannot_be_read(server: JudgeServer) -> None:
+    [error], rows = await ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
     assert "none of the 2 most likely tokens of the reply begins one of the words yes, no" in str(error)
     assert isinstance(error, NotJudged) and len(rows) == 2
 
 
-def test_a_judge_without_log_probs_cannot_choose(
+async def test_a_judge_without_log_probs_cannot_choose(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "tests.bench.judge_server.answer",
         lambda body, _: {"choices": [{"finish_reason": "stop", "message": {"content": "yes"}}]},
     )
-    [error], _ = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
+    [error], _ = await ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
     assert str(error) == "judge taste returns no log-probs, which `choose` needs"
 
 
@@ -417,20 +419,17 @@ async def unknown(judges: Mapping[str, Judge]) -> Any:
     return judges["test"]
 
 
-def test_an_unknown_name_lists_those_that_there_are(server: JudgeServer) -> None:
-    [error], _ = ask(server, unknown)
+async def test_an_unknown_name_lists_those_that_there_are(server: JudgeServer) -> None:
+    [error], _ = await ask(server, unknown)
     assert isinstance(error, ValueError)
     assert str(error) == "unknown judge 'test'; use one of taste (environment.judges)"
 
 
-def test_a_function_that_was_given_up_asks_nobody(server: JudgeServer) -> None:
-    async def late() -> None:
-        with Judges({}, {}).record() as (_, record):
-            pass
-        with pytest.raises(NotJudged, match=r"^the time limit for scoring the answer .* is over$"):
-            await Judge(None, record).ask("?")  # type: ignore[arg-type]
-
-    asyncio.run(late())
+async def test_a_function_that_was_given_up_asks_nobody(server: JudgeServer) -> None:
+    with Judges({}, {}).record() as (_, record):
+        pass
+    with pytest.raises(NotJudged, match=r"^the time limit for scoring the answer .* is over$"):
+        await Judge(None, record).ask("?")  # type: ignore[arg-type]
 
 
 def test_a_judge_says_where_it_is() -> None:

@@ -26,20 +26,20 @@ def agent(*words: str, **settings: Any) -> Any:
     return CommandAgent(Command.model_validate({"command": words, "sandbox": {}} | settings)).run
 
 
-def shell(script: str, **settings: Any) -> CommandEnd:
+async def shell(script: str, **settings: Any) -> CommandEnd:
     working = agent("sh", "-c", script, **settings)(TASK, ENDPOINT)
-    ended: CommandEnd = asyncio.run(asyncio.wait_for(working, patience()))
+    ended: CommandEnd = await asyncio.wait_for(working, patience())
     return ended
 
 
-def failure(script: str, **settings: Any) -> CommandError:
+async def failure(script: str, **settings: Any) -> CommandError:
     with pytest.raises(CommandError) as failed:
-        shell(script, **settings)
+        await shell(script, **settings)
     return failed.value
 
 
-def test_it_is_given_its_task_as_outside() -> None:
-    ended = shell(
+async def test_it_is_given_its_task_as_outside() -> None:
+    ended = await shell(
         'cat; echo; cat task.json; echo; ls -A . ~; echo "$PWD $MINE"; echo x >&2', variables={"MINE": "1"}
     )
     prompt, _, rest = ended.answer.partition("\n{")
@@ -50,16 +50,16 @@ def test_it_is_given_its_task_as_outside() -> None:
     assert ended.output.replace("x\n", "") == ended.answer
 
 
-def test_neither_variables_nor_files_of_the_worker_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_neither_variables_nor_files_of_the_worker_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANTED", "1")
-    assert "PLANTED" not in shell("env").answer
-    assert str(failure(f"cat {__file__}")).endswith(f"cat: {__file__}: No such file or directory")
+    assert "PLANTED" not in (await shell("env")).answer
+    assert str(await failure(f"cat {__file__}")).endswith(f"cat: {__file__}: No such file or directory")
 
 
-def test_its_answer_is_a_file_or_the_folder() -> None:
+async def test_its_answer_is_a_file_or_the_folder() -> None:
     script = "mkdir out; echo 42 > out/a; ln -s /etc/passwd link; mkfifo pipe; echo x > ~/state"
-    assert shell(script, answer="file:out/a").answer == "42\n"
-    assert shell(script, answer="folder").answer == {"out/a": "42\n"}
+    assert (await shell(script, answer="file:out/a")).answer == "42\n"
+    assert (await shell(script, answer="folder")).answer == {"out/a": "42\n"}
 
 
 @pytest.mark.parametrize(
@@ -88,21 +88,23 @@ def test_its_answer_is_a_file_or_the_folder() -> None:
         ),
     ],
 )
-def test_a_failure_is_told_as_outside(script: str, reason: str) -> None:
+async def test_a_failure_is_told_as_outside(script: str, reason: str) -> None:
     limits = {"memory_mb": 64, "output_mb": 1}
-    failed = failure(f"echo so it is >&2; {script}", answer="file:a", sandbox=limits)
+    failed = await failure(f"echo so it is >&2; {script}", answer="file:a", sandbox=limits)
     assert str(failed).startswith("the command gave no answer: ") and reason in str(failed)
     assert str(failed).endswith("; the command's standard error ends with: so it is")
     assert failed.cause == "agent" and failed.output.startswith("so it is\n")
 
 
-def test_the_time_ends_it() -> None:
-    failed = failure("echo started; sleep 1000", timeout_s=1.0)
+async def test_the_time_ends_it() -> None:
+    failed = await failure("echo started; sleep 1000", timeout_s=1.0)
     assert str(failed) == "the command ran longer than its timeout_s of 1 s"
     assert (failed.cause, failed.output) == ("time", "started\n")
 
 
-def test_a_program_of_the_host_is_seen_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_of_the_host_is_seen_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "my-agent"
     beside = tmp_path / "beside"
     program.write_text(f"#!/bin/sh\ncat {beside}\n", encoding="utf-8")
@@ -110,19 +112,19 @@ def test_a_program_of_the_host_is_seen_where_it_is(tmp_path: Path, monkeypatch: 
     beside.write_text("seen\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     working = agent("./my-agent", sandbox={"paths": [str(beside)]})(TASK, ENDPOINT)
-    assert asyncio.run(working).answer == "seen\n"
+    assert (await working).answer == "seen\n"
     with pytest.raises(CommandError, match="No such file or directory"):
-        asyncio.run(agent("./my-agent")(TASK, ENDPOINT))
+        await agent("./my-agent")(TASK, ENDPOINT)
 
 
-def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
+async def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     program = tmp_path / "agent"
     program.write_text("#!/no/such/interpreter\n", encoding="utf-8")
     program.chmod(0o755)
     with pytest.raises(
         CommandError, match=r"gave no answer: error in the sandbox: .* cannot be started: No such file"
     ):
-        asyncio.run(agent(str(program))(TASK, ENDPOINT))
+        await agent(str(program))(TASK, ENDPOINT)
 
 
 def test_it_reaches_the_endpoint(plane_process: ServedPlane, renderer: Renderer) -> None:
@@ -151,12 +153,12 @@ print(urllib.request.urlopen(urllib.request.Request(f"{url.geturl()}/models", he
 """
 
 
-def test_of_the_data_plane_it_reaches_its_own_turns_only(
+async def test_of_the_data_plane_it_reaches_its_own_turns_only(
     plane_process: ServedPlane, renderer: Renderer
 ) -> None:
     plane_process.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
     [claim] = plane_process.claim()
     url = f"{plane_process.url}/sessions/{claim['session_id']}/v1"
     endpoint = type(ENDPOINT)(url, claim["key"], "policy")
-    ended = asyncio.run(agent(sys.executable, "-c", EARN)(TASK, endpoint))
+    ended = await agent(sys.executable, "-c", EARN)(TASK, endpoint)
     assert ended.answer.split() == ["403"] * 7 + ["200"]

@@ -76,8 +76,8 @@ for connection in connections:
 """
 
 
-def test_its_connections_do_not_take_all_open_files_of_the_worker() -> None:
-    async def use() -> tuple[int, int]:
+async def test_its_connections_do_not_take_all_open_files_of_the_worker() -> None:
+    async with asyncio.timeout(patience()):
         num_open = 0
         most = 0
 
@@ -100,9 +100,7 @@ def test_its_connections_do_not_take_all_open_files_of_the_worker() -> None:
             return (await box.run(["python3", "-c", CONNECT, port], timeout_s=patience())).status
 
         async with server:
-            return await opened(work, endpoint=endpoint), most
-
-    status, most = asyncio.run(asyncio.wait_for(use(), patience()))
+            status = await opened(work, endpoint=endpoint)
     assert status == 0 and 0 < most <= MAX_CONNECTIONS
 
 
@@ -386,21 +384,18 @@ def test_a_worker_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 
 @only_bubblewrap
-def test_a_sandbox_that_is_left_by_a_cancelled_command_leaves_nothing() -> None:
-    async def use() -> None:
-        async def work(box: Sandbox) -> None:
-            await box.run(["sleep", "1000"], timeout_s=patience())
+async def test_a_sandbox_that_is_left_by_a_cancelled_command_leaves_nothing() -> None:
+    async def work(box: Sandbox) -> None:
+        await box.run(["sleep", "1000"], timeout_s=patience())
 
-        own = psutil.Process()
-        others = {*own.children(recursive=True)}
-        working = asyncio.create_task(opened(work))
-        while not any(child.name() == "sleep" for child in own.children(recursive=True)):
-            await asyncio.sleep(0.01)
-        processes = {*own.children(recursive=True)} - others
-        working.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await working
-        _, alive = psutil.wait_procs(processes, timeout=patience())
-        assert alive == []
-
-    asyncio.run(use())
+    own = psutil.Process()
+    others = {*own.children(recursive=True)}
+    working = asyncio.create_task(opened(work))
+    while not any(child.name() == "sleep" for child in own.children(recursive=True)):
+        await asyncio.sleep(0.01)
+    processes = {*own.children(recursive=True)} - others
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    _, alive = psutil.wait_procs(processes, timeout=patience())
+    assert alive == []

@@ -110,19 +110,16 @@ def test_a_worker_that_is_killed_leaves_no_container(podman: str) -> None:
     wait_until(lambda: not containers(podman), "the end of the container")
 
 
-def test_a_cancelled_command_leaves_no_container(podman: str) -> None:
-    async def use() -> None:
-        begun = asyncio.Event()
+async def test_a_cancelled_command_leaves_no_container(podman: str) -> None:
+    begun = asyncio.Event()
 
-        async def work(box: Sandbox) -> None:
-            begun.set()
-            await box.run(["sleep", "1000"], timeout_s=patience())
+    async def work(box: Sandbox) -> None:
+        begun.set()
+        await box.run(["sleep", "1000"], timeout_s=patience())
 
-        working = asyncio.create_task(opened(work, SandboxLimits(image=podman)))
-        await begun.wait()
-        working.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await working
-
-    asyncio.run(use())
+    working = asyncio.create_task(opened(work, SandboxLimits(image=podman)))
+    await begun.wait()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
     wait_until(lambda: not containers(podman), "the end of the container")

@@ -137,8 +137,9 @@ def test_commands_of_one_sandbox_run_one_after_the_other() -> None:
 
 
 @pytest.mark.usefixtures("maker")
-def test_sandboxes_run_side_by_side_and_know_nothing_of_each_other() -> None:
-    async def work() -> list[str]:
+async def test_sandboxes_run_side_by_side_and_know_nothing_of_each_other() -> None:
+    expected = [f"mine-{number} /tmp/mine-{number}\n" for number in range(8)]
+    async with asyncio.timeout(patience()):
         begun = asyncio.Barrier(8)
 
         async def one(number: int) -> str:
@@ -148,10 +149,7 @@ def test_sandboxes_run_side_by_side_and_know_nothing_of_each_other() -> None:
                 await begun.wait()
                 return (await box.run(["sh", "-c", "echo mine* /tmp/mine*"], timeout_s=patience())).output
 
-        return await asyncio.gather(*map(one, range(8)))
-
-    expected = [f"mine-{number} /tmp/mine-{number}\n" for number in range(8)]
-    assert asyncio.run(asyncio.wait_for(work(), patience())) == expected
+        assert await asyncio.gather(*map(one, range(8))) == expected
 
 
 @pytest.mark.usefixtures("maker")
@@ -259,14 +257,14 @@ def test_where_namespaces_cannot_be_made_a_sandbox_is_refused(no_programs: Path)
     )
 
 
-def test_the_documented_reward_runs_the_tests_of_an_answer() -> None:
+async def test_the_documented_reward_runs_the_tests_of_an_answer() -> None:
     page = (ROOT / "docs" / "guides" / "agents" / "sandbox.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {"Task": Task}
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
     tests = "from solution import double\ndef test_double():\n    assert double(21) == 42\n"
     task = Task("t", "programs", "Double it.", metadata={"tests": tests})
     answers = ("def double(x): return 2 * x", "def double(x): return x")
-    assert [asyncio.run(names["reward"](task, answer)) for answer in answers] == [1.0, 0.0]
+    assert [await names["reward"](task, answer) for answer in answers] == [1.0, 0.0]
 
 
 @pytest.mark.usefixtures("maker")

@@ -3,7 +3,6 @@ is only told."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,10 +169,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("rehearsed", None)
 
 
-def rehearsed(*sets: str, **functions: str) -> Result:
+async def rehearsed(*sets: str, **functions: str) -> Result:
     named = {"tasks": "tasks", "agent": "ask", "reward": "reward"} | functions
     given = [f"environment.{part}=rehearsed:{name}" for part, name in named.items()]
-    return asyncio.run(rehearse(configured(*given, *sets)))
+    return await rehearse(configured(*given, *sets))
 
 
 def configured(*sets: str) -> RunConfig:
@@ -181,10 +180,10 @@ def configured(*sets: str) -> RunConfig:
 
 
 @pytest.mark.usefixtures("module")
-def test_an_agent_that_works_is_not_told_of() -> None:
-    assert rehearsed() == Result()
+async def test_an_agent_that_works_is_not_told_of() -> None:
+    assert await rehearsed() == Result()
     for reward in ("zero", "any_answer"):
-        assert rehearsed(reward=reward) == Result()
+        assert await rehearsed(reward=reward) == Result()
 
 
 @pytest.mark.usefixtures("module")
@@ -205,8 +204,8 @@ def test_an_agent_that_works_is_not_told_of() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_what_no_answer_changes_is_refused_with_its_place(agent: str, told: str) -> None:
-    result = rehearsed(agent=agent)
+async def test_what_no_answer_changes_is_refused_with_its_place(agent: str, told: str) -> None:
+    result = await rehearsed(agent=agent)
     assert result.note == ""
     assert result.refusal.startswith("the agent failed") and "rehearsed.py:" in result.refusal
     assert told in result.refusal
@@ -229,8 +228,8 @@ def test_what_no_answer_changes_is_refused_with_its_place(agent: str, told: str)
         ("times_out", "TimeoutError: a service is slow"),
     ],
 )
-def test_what_another_answer_may_change_is_only_told(agent: str, told: str) -> None:
-    result = rehearsed(agent=agent)
+async def test_what_another_answer_may_change_is_only_told(agent: str, told: str) -> None:
+    result = await rehearsed(agent=agent)
     assert result.refusal == ""
     assert result.note.startswith("with a scripted answer, the agent failed at rehearsed.py:")
     assert told in result.note and result.note.endswith("; answers of the policy may do better")
@@ -238,8 +237,8 @@ def test_what_another_answer_may_change_is_only_told(agent: str, told: str) -> N
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("agent", ["fails_on_one", "fails_differently"])
-def test_what_fails_for_one_task_is_only_told(agent: str) -> None:
-    result = rehearsed(agent=agent)
+async def test_what_fails_for_one_task_is_only_told(agent: str) -> None:
+    result = await rehearsed(agent=agent)
     assert result.refusal == ""
     assert result.note.startswith("on one of two tasks, the agent failed at rehearsed.py:")
 
@@ -253,8 +252,8 @@ def test_what_fails_for_one_task_is_only_told(agent: str) -> None:
         ("returns_nothing", "strips", "returned None, for which the reward function rehearsed:strips"),
     ],
 )
-def test_a_reward_that_must_fail_is_refused(agent: str, reward: str, told: str) -> None:
-    result = rehearsed(agent=agent, reward=reward)
+async def test_a_reward_that_must_fail_is_refused(agent: str, reward: str, told: str) -> None:
+    result = await rehearsed(agent=agent, reward=reward)
     assert result.refusal.startswith("the reward failed") and told in result.refusal
     assert result.note == ""
 
@@ -268,16 +267,16 @@ def test_a_reward_that_must_fail_is_refused(agent: str, reward: str, told: str) 
         ("gives_up", "strips", "returned None, for which the reward function rehearsed:strips"),
     ],
 )
-def test_a_reward_that_fails_for_this_answer_is_only_told(agent: str, reward: str, told: str) -> None:
-    result = rehearsed(agent=agent, reward=reward)
+async def test_a_reward_that_fails_for_this_answer_is_only_told(agent: str, reward: str, told: str) -> None:
+    result = await rehearsed(agent=agent, reward=reward)
     assert result.refusal == ""
     assert result.note.startswith("with a scripted answer, the reward failed") and told in result.note
 
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("agent", ["returns_nothing", "gives_up"])
-def test_an_agent_without_an_answer_is_named_where_its_reward_needs_none(agent: str) -> None:
-    result = rehearsed(agent=agent, reward="any_answer")
+async def test_an_agent_without_an_answer_is_named_where_its_reward_needs_none(agent: str) -> None:
+    result = await rehearsed(agent=agent, reward="any_answer")
     assert result.refusal == ""
     assert result.note.startswith(f"the agent rehearsed:{agent} (rehearsed.py:")
     assert result.note.endswith(
@@ -287,30 +286,30 @@ def test_an_agent_without_an_answer_is_named_where_its_reward_needs_none(agent: 
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("functions", [{"agent": "waits"}, {"reward": "not_now"}])
-def test_what_has_not_ended_in_time_is_only_told(
+async def test_what_has_not_ended_in_time_is_only_told(
     monkeypatch: pytest.MonkeyPatch, functions: dict[str, str]
 ) -> None:
     monkeypatch.setattr(session, "DEADLINE_S", 0.3)
     note = "the task that was tried before the start had not ended after 0.3 s"
-    assert rehearsed(**functions) == Result(note=note)
+    assert await rehearsed(**functions) == Result(note=note)
 
 
 @pytest.mark.usefixtures("module")
-def test_answers_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = "environment.judges={quality: {url: 'http://127.0.0.1:9/v1'}}"
-    assert rehearsed(judge, reward="wrong_name") == Result()
+    assert await rehearsed(judge, reward="wrong_name") == Result()
 
 
 @pytest.mark.usefixtures("module")
-def test_every_part_of_a_mixture_is_tried() -> None:
+async def test_every_part_of_a_mixture_is_tried() -> None:
     parts = ", ".join(
         f"{name}: {{tasks: rehearsed:tasks, agent: rehearsed:{agent}, reward: rehearsed:reward}}"
         for name, agent in (("good", "ask"), ("bad", "raises"))
     )
     mixed = ("environment={name: mixture}", f"environment.settings.parts={{{parts}}}")
-    assert asyncio.run(rehearse(configured(*mixed))).refusal.startswith("the agent failed at rehearsed.py:")
+    assert (await rehearse(configured(*mixed))).refusal.startswith("the agent failed at rehearsed.py:")
     only_good = "rollout.curriculum={stages: [{shares: {good: 1}}]}"
-    assert asyncio.run(rehearse(configured(*mixed, only_good))) == Result()
+    assert await rehearse(configured(*mixed, only_good)) == Result()
 
 
 @pytest.mark.usefixtures("module")
@@ -324,14 +323,14 @@ def test_every_part_of_a_mixture_is_tried() -> None:
         ("print('3')", "the agent got no answer from the policy"),
     ],
 )
-def test_a_command_is_tried_too(script: str, refused: str) -> None:
+async def test_a_command_is_tried_too(script: str, refused: str) -> None:
     Path("agent_command.py").write_text(script, encoding="utf-8")
     command = f"{{command: [{sys.executable}, {Path.cwd()}/agent_command.py]}}"
     given = ("tasks=rehearsed:tasks", "reward=rehearsed:reward", f"agent={command}")
-    result = asyncio.run(rehearse(configured(*(f"environment.{one}" for one in given))))
+    result = await rehearse(configured(*(f"environment.{one}" for one in given)))
     assert refused in result.refusal
 
 
 @pytest.mark.parametrize("environment", ["quickstart", "instructions", "screen"])
-def test_the_agents_of_our_environments_work_with_a_scripted_answer(environment: str) -> None:
-    assert asyncio.run(rehearse(configured(f"environment={{name: {environment}}}"))) == Result()
+async def test_the_agents_of_our_environments_work_with_a_scripted_answer(environment: str) -> None:
+    assert await rehearse(configured(f"environment={{name: {environment}}}")) == Result()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -121,25 +120,25 @@ def test_a_folder_that_cannot_be_used_is_refused_with_a_sentence(
         ("generation_config.json", "[]", "/generation_config.json cannot be read: it must be a JSON object"),
     ],
 )
-def test_a_folder_with_a_broken_file_is_refused_and_named(
+async def test_a_folder_with_a_broken_file_is_refused_and_named(
     model_dir: str, tmp_path: Path, file: str, text: str, sentence: str
 ) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / file).write_text(text, encoding="utf-8")
     with pytest.raises(ApiError) as refused:
-        asyncio.run(read_renderer(str(tmp_path)))
+        await read_renderer(str(tmp_path))
     assert refused.value.message.startswith(f"{tmp_path}{sentence}")
     assert (refused.value.status, refused.value.param) == (400, "model_dir")
 
 
-def test_a_template_that_fails_on_messages_refuses_them_and_serves_others(
+async def test_a_template_that_fails_on_messages_refuses_them_and_serves_others(
     model_dir: str, tmp_path: Path
 ) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     # as templates of reasoning models do with answers that have none
     shown = "{% for m in messages %}{{ m.content + (m.reasoning_content or none) }}<|im_end|>{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(shown, encoding="utf-8")
-    renderer = asyncio.run(read_renderer(str(tmp_path)))
+    renderer = await read_renderer(str(tmp_path))
     assert renderer.render([{"role": "user", "content": "a", "reasoning_content": "b"}], []) == "ab<|im_end|>"
     with pytest.raises(jinja2.TemplateError, match="TypeError: can only concatenate str"):
         renderer.render([{"role": "user", "content": "a"}], [])

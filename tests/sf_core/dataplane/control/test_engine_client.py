@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import subprocess
@@ -273,7 +272,7 @@ def test_pausing_answers_when_engines_stand_still(served_plane: ServedPlane, ren
     assert "mode" in served_plane.http.post("/runs/run/pause", json={"mode": "x"}).text
 
 
-def test_frames_an_engine_does_not_read_are_bounded() -> None:
+async def test_frames_an_engine_does_not_read_are_bounded() -> None:
     full: list[bool] = []
     outbox = Outbox(10, lambda: full.append(True))
     outbox.put(b"12345")
@@ -281,7 +280,7 @@ def test_frames_an_engine_does_not_read_are_bounded() -> None:
     assert not full
     outbox.put(b"1")
     assert full == [True]
-    assert asyncio.run(outbox.get()) == b"12345"
+    assert await outbox.get() == b"12345"
     outbox.put(b"1")
     assert full == [True]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -54,7 +53,7 @@ def weather(city: str) -> str:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("use_responses", [True, False])
-def test_openai_agents_calls_tools_and_answers(
+async def test_openai_agents_calls_tools_and_answers(
     served_plane: ServedPlane, renderer: Renderer, use_responses: bool, streamed: bool
 ) -> None:
     served_plane.register(context_length=8192, max_tokens=256)
@@ -76,7 +75,7 @@ def test_openai_agents_calls_tools_and_answers(
                 pass
             return str(running.final_output)
 
-    assert asyncio.run(run()) == "Sunny in both."
+    assert await run() == "Sunny in both."
     assert is_one_sequence(served_plane, opened["session_id"])
     recorded = served_plane.asked[0].prompt_ids + say(renderer, two_calls)
     assert served_plane.asked[1].prompt_ids[: len(recorded)] == recorded
@@ -266,7 +265,7 @@ def from_npm(package: str) -> str:
     ],
     ids=["claude-code", "codex", "qwen-code"],
 )
-def test_a_harness_as_a_command_writes_a_file_in_one_row(
+async def test_a_harness_as_a_command_writes_a_file_in_one_row(
     served_plane: ServedPlane, renderer: Renderer, package: str, command: str, first: str
 ) -> None:
     programs = from_npm(package)
@@ -276,6 +275,6 @@ def test_a_harness_as_a_command_writes_a_file_in_one_row(
     endpoint = Endpoint(f"{served_plane.url}/sessions/{opened['session_id']}/v1", "none", "policy")
     path = {"PATH": f"{programs}:{os.environ['PATH']}"}
     setting = Command(command=("bash", "-c", command), answer="file:answer.txt", variables=path)
-    end = asyncio.run(CommandAgent(setting).run(Task("t", "e", "Write 42 into answer.txt."), endpoint))
+    end = await CommandAgent(setting).run(Task("t", "e", "Write 42 into answer.txt."), endpoint)
     assert end.answer == "42\n"
     assert is_one_sequence(served_plane, opened["session_id"])

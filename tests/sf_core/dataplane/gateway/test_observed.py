@@ -216,13 +216,13 @@ async def nothing_comes() -> Message:
     raise AssertionError
 
 
-def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.01)
 
     async def full(message: Message) -> None:
         await asyncio.sleep(10)
 
-    async def scenario() -> None:
+    async with asyncio.timeout(patience()):
         connection = KeptAlive(nothing_comes, full)
         watching = asyncio.ensure_future(connection.receive())
         await asyncio.sleep(0)
@@ -230,18 +230,13 @@ def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPa
             await connection.send({"type": "http.response.body", "body": b"x", "more_body": True})
         assert await watching == await connection.receive() == {"type": "http.disconnect"}
 
-    asyncio.run(asyncio.wait_for(scenario(), patience()))
 
-
-def test_a_watcher_that_is_cancelled_is_cancelled() -> None:
-    async def scenario() -> None:
-        watching = asyncio.ensure_future(KeptAlive(nothing_comes, lambda message: asyncio.sleep(0)).receive())
-        await asyncio.sleep(0)
-        watching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await watching
-
-    asyncio.run(scenario())
+async def test_a_watcher_that_is_cancelled_is_cancelled() -> None:
+    watching = asyncio.ensure_future(KeptAlive(nothing_comes, lambda message: asyncio.sleep(0)).receive())
+    await asyncio.sleep(0)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
 
 
 def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
@@ -262,7 +257,7 @@ def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
         wait_until(lambda: served_plane.engines["r0"].num_requests == 0)
 
 
-def test_no_empty_line_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_empty_line_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepalive, "KEEP_ALIVE_S", 0.001)
     sent: list[bytes] = []
 
@@ -270,14 +265,11 @@ def test_no_empty_line_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.sleep(0.002)
         sent.append(message.get("body", b""))
 
-    async def scenario() -> None:
-        send = KeptAlive(nothing_comes, write).send
-        headers = [(b"content-type", b"text/event-stream")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for body, more in ((b"a", True), (b"b", False)):
-            await asyncio.sleep(0.01)
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+    send = KeptAlive(nothing_comes, write).send
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for body, more in ((b"a", True), (b"b", False)):
         await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+    await asyncio.sleep(0.01)
     assert sent[-1] == b"b" and b"\n" in sent

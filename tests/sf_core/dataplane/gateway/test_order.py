@@ -48,39 +48,28 @@ def plane(tmp_path: Path, model_dir: str) -> Plane:
     return Plane(tmp_path, model_dir)
 
 
-def test_a_short_request_is_opened_behind_a_long_one(plane: Plane) -> None:
-    async def ask_both() -> list[str]:
-        session = await plane.start()
-        tasks = [plane.ask(session, LONG), plane.ask(session, "hi")]
-        await until(lambda: len(session.prompts) == 2)
-        for task in tasks:
-            task.cancel()
-        return [prompt.messages[-1]["content"] for prompt in session.prompts]
-
-    assert asyncio.run(ask_both()) == [LONG, "hi"]
+async def test_a_short_request_is_opened_behind_a_long_one(plane: Plane) -> None:
+    session = await plane.start()
+    tasks = [plane.ask(session, LONG), plane.ask(session, "hi")]
+    await until(lambda: len(session.prompts) == 2)
+    for task in tasks:
+        task.cancel()
+    assert [prompt.messages[-1]["content"] for prompt in session.prompts] == [LONG, "hi"]
 
 
-def test_a_session_that_ends_meanwhile_gets_no_prompt(plane: Plane) -> None:
-    async def end_meanwhile() -> tuple[httpx.Response, Session]:
-        session = await plane.start()
-        asked = plane.ask(session, LONG)
-        for _ in range(20):  # the request is read, and its thread has begun
-            await asyncio.sleep(0)
-        ended = {"status": "finished", "reward": 1.0}
-        assert (
-            await plane.http.post(f"/sessions/{session.session_id}/finish", json=ended)
-        ).status_code == 200
-        return await asked, session
-
-    response, session = asyncio.run(end_meanwhile())
+async def test_a_session_that_ends_meanwhile_gets_no_prompt(plane: Plane) -> None:
+    session = await plane.start()
+    asked = plane.ask(session, LONG)
+    for _ in range(20):  # the request is read, and its thread has begun
+        await asyncio.sleep(0)
+    ended = {"status": "finished", "reward": 1.0}
+    assert (await plane.http.post(f"/sessions/{session.session_id}/finish", json=ended)).status_code == 200
+    response = await asked
     assert response.status_code == 404 and session.session_id in response.json()["error"]["message"]
     assert not session.prompts
 
 
-def test_a_session_without_an_id_waits_for_nobody() -> None:
-    async def enter_twice() -> None:
-        order = Order()
-        async with order.of(None), order.of(None), order.of("a"), order.of("b"):
-            pass
-
-    asyncio.run(enter_twice())
+async def test_a_session_without_an_id_waits_for_nobody() -> None:
+    order = Order()
+    async with order.of(None), order.of(None), order.of("a"), order.of("b"):
+        pass

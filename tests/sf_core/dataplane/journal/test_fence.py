@@ -13,7 +13,7 @@ from storage.errors import StorageError
 from tests.patience import patience, until
 
 
-def test_who_comes_during_a_question_shares_the_next_one() -> None:
+async def test_who_comes_during_a_question_shares_the_next_one() -> None:
     may_answer = threading.Semaphore(0)
     begun = list[int]()
     has_later = False
@@ -24,25 +24,21 @@ def test_who_comes_during_a_question_shares_the_next_one() -> None:
         may_answer.acquire(timeout=patience())
         return answer
 
-    async def scenario() -> None:
-        nonlocal has_later
-        fence = Fence(ask)
-        early = asyncio.ensure_future(fence.has_passed())
-        await until(lambda: begun)
-        has_later = True
-        late = [asyncio.ensure_future(fence.has_passed()) for _ in range(100)]
-        await asyncio.sleep(0)
-        assert len(begun) == 1, "one question at a time"
-        may_answer.release(2)
-        assert not await early
-        # the answer to the first question was older than what they ask for
-        assert all(await asyncio.gather(*late))
-        assert len(begun) == 2
-
-    asyncio.run(scenario())
+    fence = Fence(ask)
+    early = asyncio.ensure_future(fence.has_passed())
+    await until(lambda: begun)
+    has_later = True
+    late = [asyncio.ensure_future(fence.has_passed()) for _ in range(100)]
+    await asyncio.sleep(0)
+    assert len(begun) == 1, "one question at a time"
+    may_answer.release(2)
+    assert not await early
+    # the answer to the first question was older than what they ask for
+    assert all(await asyncio.gather(*late))
+    assert len(begun) == 2
 
 
-def test_a_storage_that_does_not_answer_is_asked_again_by_the_next_caller() -> None:
+async def test_a_storage_that_does_not_answer_is_asked_again_by_the_next_caller() -> None:
     answers = [StorageError("s3://b/run: the storage cannot be reached"), False]
 
     def ask() -> bool:
@@ -51,26 +47,19 @@ def test_a_storage_that_does_not_answer_is_asked_again_by_the_next_caller() -> N
             raise answer
         return answer
 
-    async def scenario() -> None:
-        fence = Fence(ask)
-        with pytest.raises(ApiError, match="later attempt of the run has begun: s3://b/run: ") as refused:
-            await fence.has_passed()
-        assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
-        assert not await fence.has_passed()
-
-    asyncio.run(scenario())
+    fence = Fence(ask)
+    with pytest.raises(ApiError, match="later attempt of the run has begun: s3://b/run: ") as refused:
+        await fence.has_passed()
+    assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
+    assert not await fence.has_passed()
 
 
-def test_who_stops_waiting_does_not_stop_the_others() -> None:
+async def test_who_stops_waiting_does_not_stop_the_others() -> None:
     may_answer = threading.Event()
-
-    async def scenario() -> None:
-        fence = Fence(lambda: may_answer.wait(patience()))
-        waiting = [asyncio.ensure_future(fence.has_passed()) for _ in range(2)]
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        await asyncio.sleep(0)
-        may_answer.set()
-        assert await waiting[1]
-
-    asyncio.run(scenario())
+    fence = Fence(lambda: may_answer.wait(patience()))
+    waiting = [asyncio.ensure_future(fence.has_passed()) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    may_answer.set()
+    assert await waiting[1]

@@ -30,114 +30,101 @@ Record = dict[str, Any]
 """Stands for an event: a journal does not look into them."""
 
 
-def write(path: Path, records: list[Record]) -> None:
-    async def append_all() -> None:
-        journal = Journal(path)
-        await asyncio.gather(*(journal.append(record) for record in records))
-        await journal.close()
-
-    asyncio.run(append_all())
+async def write(path: Path, records: list[Record]) -> None:
+    journal = Journal(path)
+    await asyncio.gather(*(journal.append(record) for record in records))
+    await journal.close()
 
 
-def read(path: Path) -> list[Record]:
-    async def replay() -> list[Record]:
-        journal = Journal(path)
-        records = [record async for record in journal.replay(decode)]
-        await journal.close()
-        return records
-
-    return asyncio.run(replay())
+async def read(path: Path) -> list[Record]:
+    journal = Journal(path)
+    records = [record async for record in journal.replay(decode)]
+    await journal.close()
+    return records
 
 
 RECORDS: list[Record] = [{"n": i, "data": bytes(i)} for i in range(20)]
 
 
-def test_appended_records_come_back_in_order(tmp_path: Path) -> None:
-    write(tmp_path / "a.journal", RECORDS[:10])
-    write(tmp_path / "a.journal", RECORDS[10:])
-    assert read(tmp_path / "a.journal") == RECORDS
+async def test_appended_records_come_back_in_order(tmp_path: Path) -> None:
+    await write(tmp_path / "a.journal", RECORDS[:10])
+    await write(tmp_path / "a.journal", RECORDS[10:])
+    assert await read(tmp_path / "a.journal") == RECORDS
 
 
-def test_there_is_nothing_to_replay_at_first(tmp_path: Path) -> None:
-    assert read(tmp_path / "new" / "a.journal") == []
+async def test_there_is_nothing_to_replay_at_first(tmp_path: Path) -> None:
+    assert await read(tmp_path / "new" / "a.journal") == []
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9])
-def test_a_torn_tail_is_cut_with_one_log_line(
+async def test_a_torn_tail_is_cut_with_one_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
 ) -> None:
     path = tmp_path / "a.journal"
-    write(path, RECORDS)
+    await write(path, RECORDS)
     path.write_bytes(path.read_bytes()[:-cut])
     with caplog.at_level(logging.WARNING):
-        assert read(path) == RECORDS[:-1]
+        assert await read(path) == RECORDS[:-1]
     assert len(caplog.records) == 1
-    write(path, RECORDS[-1:])
-    assert read(path) == RECORDS
+    await write(path, RECORDS[-1:])
+    assert await read(path) == RECORDS
 
 
-def test_a_corrupt_record_ends_the_replay(tmp_path: Path) -> None:
+async def test_a_corrupt_record_ends_the_replay(tmp_path: Path) -> None:
     path = tmp_path / "a.journal"
-    write(path, RECORDS)
+    await write(path, RECORDS)
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
-    assert read(path) == RECORDS[:-1]
+    assert await read(path) == RECORDS[:-1]
 
 
-def test_a_journal_that_another_version_wrote_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+async def test_a_journal_that_another_version_wrote_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     class Weather(Event):
         degrees: int
 
-    async def replay() -> None:
-        async for _ in Journal(path).replay(reader(Weather)):
-            pass
-
     path = tmp_path / "a.journal"
-    write(path, [Weather(20), {"weather": 20}])
+    await write(path, [Weather(20), {"weather": 20}])
     before = path.read_bytes()
     told = r"a\.journal was written by another version .* remove the file"
     with pytest.raises(ApiError, match=told) as refused:
-        asyncio.run(replay())
+        async for _ in Journal(path).replay(reader(Weather)):
+            pass
     assert refused.value.status == 409
     assert path.read_bytes() == before
 
 
-def test_compaction_keeps_what_it_is_told_to(tmp_path: Path) -> None:
-    async def compact() -> None:
-        journal = Journal(tmp_path / "a.journal")
-        await journal.compact(decode, lambda: ([], lambda record: True))
-        for record in RECORDS:
-            journal_write = asyncio.ensure_future(journal.append(record))
-        await journal_write
-        await journal.compact(decode, lambda: ([{"n": -1}], lambda record: record["n"] % 2 == 0))
-        await journal.append({"n": 100})
-        await journal.close()
-
-    asyncio.run(compact())
-    assert read(tmp_path / "a.journal") == [{"n": -1}, *RECORDS[::2], {"n": 100}]
+async def test_compaction_keeps_what_it_is_told_to(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a.journal")
+    await journal.compact(decode, lambda: ([], lambda record: True))
+    for record in RECORDS:
+        journal_write = asyncio.ensure_future(journal.append(record))
+    await journal_write
+    await journal.compact(decode, lambda: ([{"n": -1}], lambda record: record["n"] % 2 == 0))
+    await journal.append({"n": 100})
+    await journal.close()
+    assert await read(tmp_path / "a.journal") == [{"n": -1}, *RECORDS[::2], {"n": 100}]
 
 
-def test_a_compaction_that_waits_for_another_one_keeps_what_is_appended_meanwhile(tmp_path: Path) -> None:
-    async def compact() -> None:
-        journal = Journal(tmp_path / "a.journal")
-        known: set[int] = set()
+async def test_a_compaction_that_waits_for_another_one_keeps_what_is_appended_meanwhile(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path / "a.journal")
+    known: set[int] = set()
 
-        async def append(n: int) -> None:
-            known.add(n)
-            await journal.append({"n": n})
+    async def append(n: int) -> None:
+        known.add(n)
+        await journal.append({"n": n})
 
-        def choose() -> tuple[list[Record], Callable[[Record], bool]]:
-            kept = frozenset(known)
-            return [], lambda record: record["n"] in kept
+    def choose() -> tuple[list[Record], Callable[[Record], bool]]:
+        kept = frozenset(known)
+        return [], lambda record: record["n"] in kept
 
-        await append(0)
-        compactions = [journal.compact(decode, choose) for _ in range(2)]
-        await asyncio.gather(*compactions, append(1), append(2))
-        await journal.close()
-
-    asyncio.run(compact())
-    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2]
+    await append(0)
+    compactions = [journal.compact(decode, choose) for _ in range(2)]
+    await asyncio.gather(*compactions, append(1), append(2))
+    await journal.close()
+    assert [record["n"] for record in await read(tmp_path / "a.journal")] == [0, 1, 2]
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -146,76 +133,70 @@ def test_a_compaction_that_waits_for_another_one_keeps_what_is_appended_meanwhil
     cut=st.integers(0, 400),
     flips=st.lists(st.integers(0, 8 * 400 - 1), max_size=3),
 )
-def test_whatever_happens_to_the_file_its_intact_beginning_comes_back(
+async def test_whatever_happens_to_the_file_its_intact_beginning_comes_back(
     records: list[Record], cut: int, flips: list[int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.journal"
-        write(path, records)
+        await write(path, records)
         data = bytearray(path.read_bytes() if path.exists() else b"")[:cut]
         for flip in flips:
             if flip // 8 < len(data):
                 data[flip // 8] ^= 1 << flip % 8
         path.write_bytes(data)
-        survived = read(path)
+        survived = await read(path)
         assert survived == records[: len(survived)]
         untouched = min([len(data), *(flip // 8 for flip in flips)])
         sizes = [8 + len(msgspec.msgpack.encode(record)) for record in records]
         assert len(survived) >= sum(end <= untouched for end in itertools.accumulate(sizes))
         # what is appended after the cut is read again
-        write(path, [{"new": b""}])
-        assert read(path) == [*survived, {"new": b""}]
+        await write(path, [{"new": b""}])
+        assert await read(path) == [*survived, {"new": b""}]
 
 
-def test_zeros_behind_the_last_record_are_no_records(tmp_path: Path) -> None:
+async def test_zeros_behind_the_last_record_are_no_records(tmp_path: Path) -> None:
     """What some file systems leave after a power failure."""
     path = tmp_path / "a.journal"
-    write(path, RECORDS)
+    await write(path, RECORDS)
     path.write_bytes(path.read_bytes() + bytes(64))
-    assert read(path) == RECORDS
+    assert await read(path) == RECORDS
 
 
 @pytest.mark.parametrize("fsync", ["turn", "chunk", "group"])
-def test_notes_and_chunks_keep_their_place_among_records(tmp_path: Path, fsync: Fsync) -> None:
-    async def append() -> None:
-        journal = Journal(tmp_path / "a.journal", fsync)
-        journal.note({"n": 0})
-        chunk = asyncio.ensure_future(journal.append_chunk({"n": 1}))
-        await asyncio.sleep(0)
-        journal.note({"n": 2})
-        await asyncio.gather(chunk, journal.append({"n": 3}))
-        assert [record["n"] async for record in journal.replay(decode)] == [0, 1, 2, 3]
-        journal.note({"n": 4})
-        await journal.close()
-
-    asyncio.run(append())
-    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2, 3, 4]
+async def test_notes_and_chunks_keep_their_place_among_records(tmp_path: Path, fsync: Fsync) -> None:
+    journal = Journal(tmp_path / "a.journal", fsync)
+    journal.note({"n": 0})
+    chunk = asyncio.ensure_future(journal.append_chunk({"n": 1}))
+    await asyncio.sleep(0)
+    journal.note({"n": 2})
+    await asyncio.gather(chunk, journal.append({"n": 3}))
+    assert [record["n"] async for record in journal.replay(decode)] == [0, 1, 2, 3]
+    journal.note({"n": 4})
+    await journal.close()
+    assert [record["n"] for record in await read(tmp_path / "a.journal")] == [0, 1, 2, 3, 4]
 
 
 LARGE = bytes(2000)
 
 
-def test_what_a_full_disk_does_not_take_is_written_in_its_place_once_there_is_room(
+async def test_what_a_full_disk_does_not_take_is_written_in_its_place_once_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def append() -> None:
-        journal = Journal(tmp_path / "a.journal")
-        await journal.append({"n": 0})
-        with full_own_disk(1000):
-            waiting = [asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))]
-            await until(lambda: journal.failure is not None)
-            journal.note({"n": 2})
-            waiting.append(asyncio.ensure_future(journal.append_chunk({"n": 3})))
-            await asyncio.wait(waiting, timeout=0.1)
-            assert [task.done() for task in waiting] == [False, False]
-            found_by_a_restart = shutil.copy(tmp_path / "a.journal", tmp_path / "b.journal")
-            assert [record async for record in Journal(Path(found_by_a_restart)).replay(decode)] == [{"n": 0}]
-        await asyncio.gather(*waiting, journal.append({"n": 4}))
-        assert (journal.failure, journal.num_failures) == (None, 1)
-        await journal.close()
-
-    asyncio.run(append())
-    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2, 3, 4]
+    journal = Journal(tmp_path / "a.journal")
+    await journal.append({"n": 0})
+    with full_own_disk(1000):
+        waiting = [asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))]
+        await until(lambda: journal.failure is not None)
+        journal.note({"n": 2})
+        waiting.append(asyncio.ensure_future(journal.append_chunk({"n": 3})))
+        await asyncio.wait(waiting, timeout=0.1)
+        assert [task.done() for task in waiting] == [False, False]
+        found_by_a_restart = shutil.copy(tmp_path / "a.journal", tmp_path / "b.journal")
+        assert [record async for record in Journal(Path(found_by_a_restart)).replay(decode)] == [{"n": 0}]
+    await asyncio.gather(*waiting, journal.append({"n": 4}))
+    assert (journal.failure, journal.num_failures) == (None, 1)
+    await journal.close()
+    assert [record["n"] for record in await read(tmp_path / "a.journal")] == [0, 1, 2, 3, 4]
     said = [
         record.getMessage() for record in caplog.records if record.name == "sf_core.dataplane.journal.journal"
     ]
@@ -223,7 +204,7 @@ def test_what_a_full_disk_does_not_take_is_written_in_its_place_once_there_is_ro
     assert "can be written again" in said[-1]
 
 
-def test_what_an_fsync_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_an_fsync_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.journal"
     fdatasync = os.fdatasync
     num_failures = 2
@@ -237,22 +218,18 @@ def test_what_an_fsync_lost_is_written_again(tmp_path: Path, monkeypatch: pytest
             raise OSError(errno.EIO, "Input/output error")
         fdatasync(fd)
 
-    async def append() -> None:
-        nonlocal synced
-        journal = Journal(path)
-        await journal.append({"n": 0})
-        synced = path.stat().st_size
-        monkeypatch.setattr(os, "fdatasync", lose)
-        await journal.append_chunk({"n": 1})
-        await asyncio.gather(journal.append({"n": 2}), journal.append({"n": 3}))
-        await journal.close()
-
     synced = 0
-    asyncio.run(append())
-    assert [record["n"] for record in read(path)] == [0, 1, 2, 3]
+    journal = Journal(path)
+    await journal.append({"n": 0})
+    synced = path.stat().st_size
+    monkeypatch.setattr(os, "fdatasync", lose)
+    await journal.append_chunk({"n": 1})
+    await asyncio.gather(journal.append({"n": 2}), journal.append({"n": 3}))
+    await journal.close()
+    assert [record["n"] for record in await read(path)] == [0, 1, 2, 3]
 
 
-def test_an_fsync_of_what_was_written_before_does_not_hide_that_the_disk_is_full(
+async def test_an_fsync_of_what_was_written_before_does_not_hide_that_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fdatasync = os.fdatasync
@@ -262,77 +239,66 @@ def test_an_fsync_of_what_was_written_before_does_not_hide_that_the_disk_is_full
         may_end.wait(patience())
         fdatasync(fd)
 
-    async def append() -> None:
-        monkeypatch.setattr(os, "fdatasync", wait_and_sync)
-        journal = Journal(tmp_path / "a.journal")
-        before = asyncio.ensure_future(journal.append({"n": 0}))
-        await until((tmp_path / "a.journal").exists)
-        with full_own_disk(1000):
-            waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
-            await until(lambda: journal.failure is not None)
-            may_end.set()
-            await before
-            with pytest.raises(ApiError, match="File too large"):
-                journal.check()
-        await waiting
-        await journal.close()
-
-    asyncio.run(append())
-    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1]
+    monkeypatch.setattr(os, "fdatasync", wait_and_sync)
+    journal = Journal(tmp_path / "a.journal")
+    before = asyncio.ensure_future(journal.append({"n": 0}))
+    await until((tmp_path / "a.journal").exists)
+    with full_own_disk(1000):
+        waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
+        await until(lambda: journal.failure is not None)
+        may_end.set()
+        await before
+        with pytest.raises(ApiError, match="File too large"):
+            journal.check()
+    await waiting
+    await journal.close()
+    assert [record["n"] for record in await read(tmp_path / "a.journal")] == [0, 1]
 
 
-def test_who_is_attended_hears_at_once_that_the_disk_is_full_and_the_work_is_done_later(
+async def test_who_is_attended_hears_at_once_that_the_disk_is_full_and_the_work_is_done_later(
     tmp_path: Path,
 ) -> None:
     done: list[int] = []
 
-    async def work(journal: Journal, n: int) -> int:
-        await journal.append({"n": n, "data": LARGE})
-        done.append(n)
-        return n
+    journal = Journal(tmp_path / "a.journal")
 
-    async def attend() -> None:
-        journal = Journal(tmp_path / "a.journal")
-        with full_own_disk(1000):
-            for n in range(2):
-                with pytest.raises(ApiError, match=f"journal in {tmp_path}: File too large. Free") as refused:
-                    await journal.attend(work(journal, n))
-                assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
-        await until(lambda: done == [0, 1])
-        assert await journal.attend(work(journal, 2)) == 2
-        await journal.close()
+    async def work(number: int) -> int:
+        await journal.append({"n": number, "data": LARGE})
+        done.append(number)
+        return number
 
-    asyncio.run(attend())
-    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2]
+    with full_own_disk(1000):
+        for n in range(2):
+            with pytest.raises(ApiError, match=f"journal in {tmp_path}: File too large. Free") as refused:
+                await journal.attend(work(n))
+            assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
+    await until(lambda: done == [0, 1])
+    assert await journal.attend(work(2)) == 2
+    await journal.close()
+    assert [record["n"] for record in await read(tmp_path / "a.journal")] == [0, 1, 2]
 
 
-def test_a_journal_that_cannot_be_compacted_stays_as_it_was(tmp_path: Path) -> None:
-    async def compact() -> None:
-        journal = Journal(tmp_path / "a.journal")
-        await journal.append({"n": 0, "data": bytes(600)})
-        with full_own_disk(1000):
-            await journal.compact(decode, lambda: ([{"n": -1, "data": bytes(600)}], lambda record: True))
-        await journal.append({"n": 1})
-        await journal.close()
-
-    asyncio.run(compact())
-    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1]
+async def test_a_journal_that_cannot_be_compacted_stays_as_it_was(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a.journal")
+    await journal.append({"n": 0, "data": bytes(600)})
+    with full_own_disk(1000):
+        await journal.compact(decode, lambda: ([{"n": -1, "data": bytes(600)}], lambda record: True))
+    await journal.append({"n": 1})
+    await journal.close()
+    assert [record["n"] for record in await read(tmp_path / "a.journal")] == [0, 1]
     assert sorted(tmp_path.iterdir()) == [tmp_path / "a.journal", tmp_path / "a.lock"]
 
 
-def test_a_journal_that_is_closed_on_a_full_disk_tells_who_waits(tmp_path: Path) -> None:
-    async def close() -> None:
-        journal = Journal(tmp_path / "a.journal")
-        with full_own_disk(1000):
-            waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
-            await until(lambda: journal.failure is not None)
-            await journal.close()
-        with pytest.raises(ApiError, match="cannot write its journal"):
-            await waiting
-
-    asyncio.run(close())
+async def test_a_journal_that_is_closed_on_a_full_disk_tells_who_waits(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a.journal")
+    with full_own_disk(1000):
+        waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
+        await until(lambda: journal.failure is not None)
+        await journal.close()
+    with pytest.raises(ApiError, match="cannot write its journal"):
+        await waiting
 
 
-def test_nobody_else_may_read_it(tmp_path: Path) -> None:
-    write(tmp_path / "a.journal", RECORDS)
+async def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    await write(tmp_path / "a.journal", RECORDS)
     assert (tmp_path / "a.journal").stat().st_mode & 0o077 == 0

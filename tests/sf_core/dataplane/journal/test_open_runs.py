@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import logging
 import shutil
 from pathlib import Path
@@ -31,13 +30,12 @@ def test_one_process_at_a_time_works_in_a_journal_directory(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damaged", ["model folder", "journal"])
-def test_a_run_that_cannot_be_opened_keeps_no_other_one_from_being_served(
+async def test_a_run_that_cannot_be_opened_keeps_no_other_one_from_being_served(
     tmp_path: Path, model_dir: str, damaged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     own_model = tmp_path / "model"
     shutil.copytree(model_dir, own_model)
-
-    async def scenario() -> list[str]:
+    with caplog.at_level(logging.WARNING, "sf_core.dataplane"):
         plane = DataPlane(DataplaneOptions(str(tmp_path / "plane")))
         for run_id, model in (("bad", str(own_model)), ("good", model_dir)):
             facts = {"run_id": run_id, "run_dir": str(tmp_path / run_id), "model_dir": model}
@@ -50,10 +48,7 @@ def test_a_run_that_cannot_be_opened_keeps_no_other_one_from_being_served(
         again = DataPlane(DataplaneOptions(str(tmp_path / "plane")))
         await again.reopen()
         await again.close()
-        return list(again.runs)
-
-    with caplog.at_level(logging.WARNING, "sf_core.dataplane"):
-        assert asyncio.run(scenario()) == ["good"]
+        assert list(again.runs) == ["good"]
     [line] = caplog.messages
     assert "bad.journal: the run cannot be served: " in line
     assert "start the flow of the run again" in line

@@ -38,14 +38,11 @@ async def read(journal: Journal) -> list[int]:
     return [record async for record in journal.replay(decode)]
 
 
-def read_alone(path: Path) -> list[int]:
-    async def read_and_close() -> list[int]:
-        journal = Journal(path)
-        records = await read(journal)
-        await journal.close()
-        return records
-
-    return asyncio.run(read_and_close())
+async def read_alone(path: Path) -> list[int]:
+    journal = Journal(path)
+    records = await read(journal)
+    await journal.close()
+    return records
 
 
 async def begun(path: Path, *records: int, owner: Owner | None = None) -> Journal:
@@ -57,136 +54,116 @@ async def begun(path: Path, *records: int, owner: Owner | None = None) -> Journa
     return journal
 
 
-def test_a_second_owner_is_refused_with_the_name_of_the_first_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_second_owner_is_refused_with_the_name_of_the_first_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
-
-    async def scenario() -> None:
-        first = await begun(path, 1, owner=Owner("http://127.0.0.1:7", str(tmp_path)))
-        first.name_attempt(3)
-        second = Journal(path)
-        with pytest.raises(ApiError) as refused:
-            await read(second)
-        assert (refused.value.status, refused.value.code) == (409, "run_held")
-        for part in ("run run is open at", "http://127.0.0.1:7", f"process {os.getpid()} on", "attempt 3"):
-            assert part in refused.value.message
-        assert "(dataplane.url), or end that process" in refused.value.message
-        with pytest.raises(ApiError, match="is open at another data plane"):
-            await second.append(9)
-        await second.close()
-        await first.append(2)
-        await first.close()
-        third = await begun(path)
-        await third.append(3)
-        await third.close()
-
-    asyncio.run(scenario())
-    assert read_alone(path) == [1, 2, 3]
+    first = await begun(path, 1, owner=Owner("http://127.0.0.1:7", str(tmp_path)))
+    first.name_attempt(3)
+    second = Journal(path)
+    with pytest.raises(ApiError) as refused:
+        await read(second)
+    assert (refused.value.status, refused.value.code) == (409, "run_held")
+    for part in ("run run is open at", "http://127.0.0.1:7", f"process {os.getpid()} on", "attempt 3"):
+        assert part in refused.value.message
+    assert "(dataplane.url), or end that process" in refused.value.message
+    with pytest.raises(ApiError, match="is open at another data plane"):
+        await second.append(9)
+    await second.close()
+    await first.append(2)
+    await first.close()
+    third = await begun(path)
+    await third.append(3)
+    await third.close()
+    assert await read_alone(path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("owner", [Owner(), Owner(flock=no_locks)])
-def test_what_another_process_appended_is_neither_cut_off_nor_replaced(tmp_path: Path, owner: Owner) -> None:
+async def test_what_another_process_appended_is_neither_cut_off_nor_replaced(
+    tmp_path: Path, owner: Owner
+) -> None:
     """A program that takes no lock, as earlier versions are."""
     path = tmp_path / "run.journal"
-
-    async def scenario() -> None:
-        journal = await begun(path, 1, 2, owner=owner)
-        with path.open("ab") as file:
-            file.write(path.read_bytes())
-        before = path.read_bytes()
-        waiting = [asyncio.ensure_future(journal.append(n)) for n in (3, 4)]
-        for write in waiting:
-            with pytest.raises(ApiError, match="another process changed") as refused:
-                await write
-            assert (refused.value.status, refused.value.code) == (409, "journal_changed")
-        await journal.compact(decode, lambda: ([9], lambda record: False))
-        with pytest.raises(ApiError, match="another process changed"):
-            journal.check()
-        assert path.read_bytes() == before
-        await journal.close()
-        assert path.read_bytes() == before
-
-    asyncio.run(scenario())
+    journal = await begun(path, 1, 2, owner=owner)
+    with path.open("ab") as file:
+        file.write(path.read_bytes())
+    before = path.read_bytes()
+    waiting = [asyncio.ensure_future(journal.append(n)) for n in (3, 4)]
+    for write in waiting:
+        with pytest.raises(ApiError, match="another process changed") as refused:
+            await write
+        assert (refused.value.status, refused.value.code) == (409, "journal_changed")
+    await journal.compact(decode, lambda: ([9], lambda record: False))
+    with pytest.raises(ApiError, match="another process changed"):
+        journal.check()
+    assert path.read_bytes() == before
+    await journal.close()
+    assert path.read_bytes() == before
 
 
-def test_a_compaction_replaces_no_journal_of_another_process(tmp_path: Path) -> None:
+async def test_a_compaction_replaces_no_journal_of_another_process(tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
-
-    async def scenario() -> None:
-        journal = await begun(path, 1)
-        other = tmp_path / "other.journal"
-        shutil.copy(path, other)
-        os.replace(other, path)
-        await journal.compact(decode, lambda: ([9], lambda record: True))
-        assert journal.is_lost
-        await journal.close()
-
-    asyncio.run(scenario())
-    assert read_alone(path) == [1]
+    journal = await begun(path, 1)
+    other = tmp_path / "other.journal"
+    shutil.copy(path, other)
+    os.replace(other, path)
+    await journal.compact(decode, lambda: ([9], lambda record: True))
+    assert journal.is_lost
+    await journal.close()
+    assert await read_alone(path) == [1]
 
 
 @pytest.mark.parametrize("change", ["moved", "removed"])
-def test_a_journal_whose_folder_is_moved_or_removed_is_not_written_any_more(
+async def test_a_journal_whose_folder_is_moved_or_removed_is_not_written_any_more(
     tmp_path: Path, change: str
 ) -> None:
     path = tmp_path / "run" / "run.journal"
-
-    async def scenario() -> None:
-        journal = await begun(path, 1)
-        if change == "moved":
-            (tmp_path / "run").rename(tmp_path / "moved")
-        else:
-            shutil.rmtree(tmp_path / "run")
-        with pytest.raises(ApiError, match=r"another process changed, moved or removed .*run\.journal"):
-            await journal.append(2)
-        assert not await journal.resume()
-        await journal.close()
-
-    asyncio.run(scenario())
+    journal = await begun(path, 1)
+    if change == "moved":
+        (tmp_path / "run").rename(tmp_path / "moved")
+    else:
+        shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ApiError, match=r"another process changed, moved or removed .*run\.journal"):
+        await journal.append(2)
+    assert not await journal.resume()
+    await journal.close()
     if change == "moved":
         # the second was not acknowledged
-        assert read_alone(tmp_path / "moved" / "run.journal")[:1] == [1]
+        assert (await read_alone(tmp_path / "moved" / "run.journal"))[:1] == [1]
     assert not (tmp_path / "run").exists()
 
 
-def test_a_journal_at_rest_is_resumed_unless_another_process_had_it(tmp_path: Path) -> None:
+async def test_a_journal_at_rest_is_resumed_unless_another_process_had_it(tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
-
-    async def scenario() -> None:
-        first = await begun(path, 1)
-        await first.rest()
-        assert await first.resume()
-        await first.append(2)
-        await first.rest()
-        second = await begun(path, 3)
-        assert not await first.resume(), "the second has it"
-        await first.close()
-        await second.rest()
-        third = await begun(path, 4)
-        await third.close()
-        assert not await second.resume(), "the third had it"
-        with pytest.raises(ApiError, match="another process changed"):
-            await second.append(5)
-        await second.close()
-
-    asyncio.run(scenario())
-    assert read_alone(path) == [1, 2, 3, 4]
+    first = await begun(path, 1)
+    await first.rest()
+    assert await first.resume()
+    await first.append(2)
+    await first.rest()
+    second = await begun(path, 3)
+    assert not await first.resume(), "the second has it"
+    await first.close()
+    await second.rest()
+    third = await begun(path, 4)
+    await third.close()
+    assert not await second.resume(), "the third had it"
+    with pytest.raises(ApiError, match="another process changed"):
+        await second.append(5)
+    await second.close()
+    assert await read_alone(path) == [1, 2, 3, 4]
 
 
-def test_who_looked_before_there_was_a_journal_does_not_append_to_that_of_another(tmp_path: Path) -> None:
+async def test_who_looked_before_there_was_a_journal_does_not_append_to_that_of_another(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run.journal"
-
-    async def scenario() -> None:
-        early = await begun(path)
-        await (await begun(path, 1)).close()
-        with pytest.raises(ApiError, match="another process changed"):
-            await early.append(2)
-        await early.close()
-
-    asyncio.run(scenario())
-    assert read_alone(path) == [1]
+    early = await begun(path)
+    await (await begun(path, 1)).close()
+    with pytest.raises(ApiError, match="another process changed"):
+        await early.append(2)
+    await early.close()
+    assert await read_alone(path) == [1]
 
 
-def test_the_lock_of_a_killed_process_is_free_although_its_child_lives(tmp_path: Path) -> None:
+async def test_the_lock_of_a_killed_process_is_free_although_its_child_lives(tmp_path: Path) -> None:
     program = (
         "import asyncio, subprocess, sys\nfrom pathlib import Path\n"
         "from sf_core.dataplane.journal.journal import Journal\n"
@@ -204,11 +181,11 @@ def test_the_lock_of_a_killed_process_is_free_although_its_child_lives(tmp_path:
         child = int(holder.stdout.readline())
         try:
             with pytest.raises(ApiError, match=f"process {holder.pid} on "):
-                read_alone(path)
+                await read_alone(path)
             holder.kill()
             holder.wait()
             wait_until(lambda: Path("/proc", str(child)).exists())
-            assert read_alone(path) == [1]
+            assert await read_alone(path) == [1]
         finally:
             os.kill(child, 9)
 
@@ -304,7 +281,7 @@ STEPS = st.lists(
 """Operations of two writers; those of a list happen at the same time."""
 
 
-def run_writers(steps: list[list[tuple[str, int]]], owner: Owner) -> None:
+async def run_writers(steps: list[list[tuple[str, int]]], owner: Owner) -> None:
     async def scenario(folder: Path) -> None:
         writers = Writers(folder, owner)
         await writers.open(0)
@@ -319,21 +296,23 @@ def run_writers(steps: list[list[tuple[str, int]]], owner: Owner) -> None:
             await writers.act(name, writer)
 
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(scenario(Path(folder)))
+        await scenario(Path(folder))
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(STEPS)
-def test_of_two_writers_nothing_acknowledged_is_lost_or_doubled(steps: list[list[tuple[str, int]]]) -> None:
-    run_writers(steps, Owner())
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(STEPS)
-def test_of_two_writers_without_locks_nothing_acknowledged_is_lost_or_doubled(
+async def test_of_two_writers_nothing_acknowledged_is_lost_or_doubled(
     steps: list[list[tuple[str, int]]],
 ) -> None:
-    run_writers(steps, Owner(flock=no_locks))
+    await run_writers(steps, Owner())
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(STEPS)
+async def test_of_two_writers_without_locks_nothing_acknowledged_is_lost_or_doubled(
+    steps: list[list[tuple[str, int]]],
+) -> None:
+    await run_writers(steps, Owner(flock=no_locks))
 
 
 def test_a_lock_on_a_removed_folder_is_not_taken_for_that_of_the_new_one(tmp_path: Path) -> None:

@@ -32,13 +32,9 @@ def sent(*pictures: bytes) -> list[SentPicture]:
     return [SentPicture(f"here[{i}]", encoded(data), {"type": "image"}) for i, data in enumerate(pictures)]
 
 
-def complete(kept: Media, *rounds: list[SentPicture], sight: Sight = SIGHT) -> None:
+async def complete(kept: Media, *rounds: list[SentPicture], sight: Sight = SIGHT) -> None:
     """All rounds at once."""
-
-    async def all_rounds() -> None:
-        await asyncio.gather(*(kept.complete(one, sight) for one in rounds))
-
-    asyncio.run(all_rounds())
+    await asyncio.gather(*(kept.complete(one, sight) for one in rounds))
 
 
 @pytest.fixture
@@ -54,13 +50,13 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return data
 
 
-def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted: list[bytes]) -> None:
+async def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted: list[bytes]) -> None:
     kept = Media(str(tmp_path))
     red = png("red")
     blue = png("blue", (300, 200))
     rounds = [sent(red, blue, red), sent(red), sent(blue)]
-    complete(kept, *rounds)
-    complete(kept, again := sent(blue, red))
+    await complete(kept, *rounds)
+    await complete(kept, again := sent(blue, red))
     assert sorted(fitted) == sorted([red, blue])
     parts = [[one.part for one in round] for round in [*rounds, again]]
     assert parts[0][0] == parts[0][2] == parts[1][0] == parts[3][1]
@@ -72,7 +68,7 @@ def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted:
     assert len([*tmp_path.iterdir()]) == 2
 
 
-def test_a_client_that_goes_away_leaves_its_picture_to_others(
+async def test_a_client_that_goes_away_leaves_its_picture_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = threading.Event()
@@ -88,51 +84,45 @@ def test_a_client_that_goes_away_leaves_its_picture_to_others(
     monkeypatch.setattr(media, "fit_apart", fit)
     kept = Media(str(tmp_path))
     waiting = sent(png("red"))
-
-    async def leave() -> None:
-        first, second = (
-            asyncio.create_task(kept.complete(one, SIGHT)) for one in (sent(png("red")), waiting)
-        )
-        await asyncio.to_thread(begun.wait, patience())
-        first.cancel()
-        await asyncio.wait([first])
-        ends.set()
-        await second
-
-    asyncio.run(leave())
+    first, second = (asyncio.create_task(kept.complete(one, SIGHT)) for one in (sent(png("red")), waiting))
+    await asyncio.to_thread(begun.wait, patience())
+    first.cancel()
+    await asyncio.wait([first])
+    ends.set()
+    await second
     assert waiting[0].part["sha256"] and num_decoded["red"] == 1
 
 
-def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[bytes]) -> None:
+async def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[bytes]) -> None:
     kept = Media(str(tmp_path))
     data = png("red", (112, 112))
     large = sent(data)
     small = sent(data)
-    complete(kept, large)
-    complete(kept, small, sight=SIGHT.limit(4))
+    await complete(kept, large)
+    await complete(kept, small, sight=SIGHT.limit(4))
     assert (large[0].part["width"], small[0].part["width"]) == (112, 56)
     assert len(fitted) == 2
 
 
-def test_of_many_pictures_the_latest_are_known(
+async def test_of_many_pictures_the_latest_are_known(
     tmp_path: Path, fitted: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(media, "NUM_KNOWN", 2)
     kept = Media(str(tmp_path))
     pictures = [png((0, 0, i)) for i in range(4)]
-    complete(kept, sent(*pictures))
-    complete(kept, sent(*pictures[2:]))
+    await complete(kept, sent(*pictures))
+    await complete(kept, sent(*pictures[2:]))
     assert len(fitted) == 4
-    complete(kept, sent(pictures[0]))
+    await complete(kept, sent(pictures[0]))
     assert len(fitted) == 5
 
 
-def test_letters_of_urls_are_read(tmp_path: Path) -> None:
+async def test_letters_of_urls_are_read(tmp_path: Path) -> None:
     pictures = (encoded(png((level, 0, 0))) for level in range(256))
     data = next(data for data in pictures if {"+", "/"} & {*data})
     plain = [SentPicture("a", data, {})]
     of_urls = [SentPicture("b", data.replace("+", "-").replace("/", "_"), {})]
-    complete(Media(str(tmp_path)), plain, of_urls)
+    await complete(Media(str(tmp_path)), plain, of_urls)
     assert plain[0].part == of_urls[0].part
 
 
@@ -154,34 +144,34 @@ def test_letters_of_urls_are_read(tmp_path: Path) -> None:
         ("A" * 45_000_000, "the picture has 33750000 bytes; the limit is 33554432"),
     ],
 )
-def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(
+async def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(
     tmp_path: Path, data: str, sentence: str
 ) -> None:
     kept = Media(str(tmp_path))
     for _ in range(2):
         with pytest.raises(ApiError) as refused:
-            complete(kept, [SentPicture("messages[3].content[1]", data, {})])
+            await complete(kept, [SentPicture("messages[3].content[1]", data, {})])
         assert refused.value.status == 400
         assert refused.value.message.startswith("messages[3].content[1] has a picture that cannot be used: ")
         assert sentence in refused.value.message
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_cannot_be_stored_is_tried_again(tmp_path: Path) -> None:
+async def test_what_cannot_be_stored_is_tried_again(tmp_path: Path) -> None:
     folder = tmp_path / "media"
     folder.write_text("in the way", encoding="utf-8")
     kept = Media(str(folder))
     pictures = sent(png("red"))
     with pytest.raises(ApiError, match=f"cannot write pictures to {folder}: ") as refused:
-        complete(kept, pictures)
+        await complete(kept, pictures)
     assert (refused.value.status, refused.value.code) == (503, "media_unwritable")
     assert refused.value.retry_after_s and pictures[0].part == {"type": "image"}
     folder.unlink()
-    complete(kept, pictures)
+    await complete(kept, pictures)
     assert read_picture(str(folder), pictures[0].part["sha256"])
 
 
-def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
+async def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitted: list[bytes]
 ) -> None:
     monkeypatch.setattr(media, "QUICK_S", 0.01)
@@ -190,7 +180,7 @@ def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
     slow = many_scans(1000)
     for _ in range(2):
         with pytest.raises(ApiError) as refused:
-            complete(kept, sent(slow, png("red")))
+            await complete(kept, sent(slow, png("red")))
         assert (refused.value.status, refused.value.message) == (
             400,
             "here[0] has a picture that cannot be used: the picture takes more than 0.05 s of CPU time to "
@@ -200,7 +190,7 @@ def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
     assert fitted == [slow, slow]
 
 
-def test_pictures_that_take_long_do_not_hold_up_others(
+async def test_pictures_that_take_long_do_not_hold_up_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = png("red")
@@ -215,19 +205,16 @@ def test_pictures_that_take_long_do_not_hold_up_others(
 
     monkeypatch.setattr(media, "fit_apart", fit)
     kept = Media(str(tmp_path))
-
-    async def send_all() -> list[BaseException | None]:
-        slow = [asyncio.create_task(kept.complete(sent(b"%d" % i), SIGHT)) for i in range(20)]
-        await asyncio.sleep(0)
-        await asyncio.wait_for(kept.complete(sent(quick), SIGHT), patience())
-        assert not any(task.done() for task in slow)
-        ends.set()
-        return await asyncio.gather(*slow, return_exceptions=True)
-
-    assert [getattr(error, "status", None) for error in asyncio.run(send_all())] == [400] * 20
+    slow = [asyncio.create_task(kept.complete(sent(b"%d" % i), SIGHT)) for i in range(20)]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(kept.complete(sent(quick), SIGHT), patience())
+    assert not any(task.done() for task in slow)
+    ends.set()
+    errors = await asyncio.gather(*slow, return_exceptions=True)
+    assert [getattr(error, "status", None) for error in errors] == [400] * 20
 
 
-def test_without_a_decoder_the_request_may_be_sent_again(
+async def test_without_a_decoder_the_request_may_be_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
@@ -237,11 +224,11 @@ def test_without_a_decoder_the_request_may_be_sent_again(
     with monkeypatch.context() as patch:
         patch.setattr(media, "fit_apart", fail)
         with pytest.raises(ApiError) as refused:
-            complete(kept, sent(png("red")))
+            await complete(kept, sent(png("red")))
     assert (refused.value.status, refused.value.code, refused.value.message) == (
         503,
         "media_undecoded",
         "The data plane cannot decode pictures: no decoder can be started: Too many open files. Send this "
         "request again.",
     )
-    complete(kept, sent(png("red")))
+    await complete(kept, sent(png("red")))

@@ -69,11 +69,7 @@ def test_an_abort_before_the_first_token_changes_nothing_but_the_count() -> None
     assert (generation.interruptions, generation.engines, generation.near) == (1, [], None)
 
 
-def test_a_stream_sees_the_tokens_before_a_seam_while_nobody_continues() -> None:
-    asyncio.run(stream_over_a_seam())
-
-
-async def stream_over_a_seam() -> None:
+async def test_a_stream_sees_the_tokens_before_a_seam_while_nobody_continues() -> None:
     generation = turn(3, stream=True)
     waiting = asyncio.ensure_future(generation.progress(0))
     await asyncio.sleep(0)

@@ -9,7 +9,7 @@ import pytest
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.types import FinishReason
-from tests.bench.dataplane.router import in_loop, turn
+from tests.bench.dataplane.router import turn
 from tests.patience import patience
 from tests.sf_core.dataplane.routing.test_generation import chunk
 
@@ -43,7 +43,6 @@ async def after_a_round(event_s: float = NEVER_S) -> StreamPace:
     return pace
 
 
-@in_loop
 async def test_what_is_due_together_shares_a_round() -> None:
     pace = StreamPace(NEVER_S)
     woken = []
@@ -54,7 +53,6 @@ async def test_what_is_due_together_shares_a_round() -> None:
     assert woken == [0, 1, 2]
 
 
-@in_loop
 async def test_the_next_round_waits_until_the_events_of_the_last_one_have_had_their_time() -> None:
     pace = await after_a_round()
     woken = []
@@ -63,7 +61,6 @@ async def test_the_next_round_waits_until_the_events_of_the_last_one_have_had_th
     assert woken == []
 
 
-@in_loop
 async def test_after_that_time_the_next_round_begins_at_once() -> None:
     pace = await after_a_round(event_s=0.0)
     woken = []
@@ -72,7 +69,6 @@ async def test_after_that_time_the_next_round_begins_at_once() -> None:
     assert woken == [1]
 
 
-@in_loop
 async def test_a_round_that_waits_comes() -> None:
     pace = await after_a_round(event_s=0.001)
     woken = asyncio.Event()
@@ -80,7 +76,6 @@ async def test_a_round_that_waits_comes() -> None:
     await asyncio.wait_for(woken.wait(), patience())
 
 
-@in_loop
 async def test_the_first_tokens_of_an_answer_wait_for_no_round() -> None:
     generation = stream(await after_a_round())
     reading = await reads(generation, 0)
@@ -89,14 +84,12 @@ async def test_the_first_tokens_of_an_answer_wait_for_no_round() -> None:
     assert reading.done()
 
 
-@in_loop
 async def test_first_tokens_that_were_there_before_their_reader_wait_for_no_round() -> None:
     generation = stream(await after_a_round())
     generation.absorb(chunk([7]), "a")
     assert (await reads(generation, 0)).done()
 
 
-@in_loop
 async def test_later_tokens_share_the_next_round() -> None:
     generation = stream(StreamPace(NEVER_S))
     generation.absorb(chunk([7]), "a")
@@ -108,7 +101,6 @@ async def test_later_tokens_share_the_next_round() -> None:
     assert reading.done()
 
 
-@in_loop
 async def test_tokens_that_came_while_their_reader_was_busy_wait_for_the_round_too() -> None:
     generation = stream(await after_a_round())
     generation.absorb(chunk([7, 8]), "a")
@@ -118,7 +110,6 @@ async def test_tokens_that_came_while_their_reader_was_busy_wait_for_the_round_t
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.ABORT])
-@in_loop
 async def test_the_end_and_an_interruption_wait_for_no_round(reason: FinishReason) -> None:
     generation = stream(await after_a_round())
     generation.absorb(chunk([7]), "a")
@@ -132,7 +123,6 @@ async def test_the_end_and_an_interruption_wait_for_no_round(reason: FinishReaso
     assert generation.token_ids.tolist() == [7, 8, 9]
 
 
-@in_loop
 async def test_a_reader_that_has_seen_everything_is_not_woken_by_its_round() -> None:
     generation = stream(await after_a_round(event_s=0.01))
     generation.absorb(chunk([7]), "a")

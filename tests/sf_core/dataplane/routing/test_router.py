@@ -13,13 +13,11 @@ from tests.bench.dataplane.router import (
     STOP,
     Cluster,
     check_tokens,
-    in_loop,
     script,
     scripted,
 )
 
 
-@in_loop
 async def test_evacuated_requests_keep_their_place_in_the_line() -> None:
     cluster = Cluster()
     first, second = [await cluster.serving(scripted(script), max_running=1) for _ in range(2)]
@@ -31,7 +29,6 @@ async def test_evacuated_requests_keep_their_place_in_the_line() -> None:
     assert list(cluster.router.waiting) == asked
 
 
-@in_loop
 async def test_a_frozen_engine_keeps_its_requests_and_an_evacuated_one_gives_them_back() -> None:
     cluster = Cluster()
     engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
@@ -56,7 +53,6 @@ async def test_a_frozen_engine_keeps_its_requests_and_an_evacuated_one_gives_the
     assert generation.token_ids.tolist() == [7] * 50
 
 
-@in_loop
 async def test_weights_are_swapped_under_a_frozen_engine_without_an_interruption() -> None:
     cluster = Cluster()
     engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
@@ -73,7 +69,6 @@ async def test_weights_are_swapped_under_a_frozen_engine_without_an_interruption
     assert (generation.versions.tolist(), generation.interruptions) == ([0] * 4 + [1] * 5, 0)
 
 
-@in_loop
 async def test_an_update_does_not_wait_for_a_newcomer_which_is_caught_up_before_it_is_routed_to() -> None:
     cluster = Cluster()
     serving = await cluster.serving(scripted(script), max_running=1)
@@ -95,7 +90,6 @@ async def test_an_update_does_not_wait_for_a_newcomer_which_is_caught_up_before_
     assert {version for generation in asked for version in generation.versions} == {1}
 
 
-@in_loop
 async def test_an_update_waits_for_a_newcomer_that_is_made_so_that_it_cannot_stay_behind_for_ever() -> None:
     cluster = Cluster()
     newcomer = cluster.connect(scripted(script))
@@ -109,7 +103,6 @@ async def test_an_update_waits_for_a_newcomer_that_is_made_so_that_it_cannot_sta
     assert (newcomer.connection.state, newcomer.connection.version) == ("serving", 2)
 
 
-@in_loop
 async def test_an_engine_whose_making_hangs_holds_up_no_update() -> None:
     cluster = Cluster()
     hanging = cluster.connect(scripted(script))
@@ -118,7 +111,6 @@ async def test_an_engine_whose_making_hangs_holds_up_no_update() -> None:
     assert (hanging.connection.wanted_version, hanging.connection.state) == (2, "loading")
 
 
-@in_loop
 async def test_requests_of_a_paused_engine_continue_on_another() -> None:
     cluster = Cluster()
     first = await cluster.serving(scripted(script))
@@ -134,7 +126,6 @@ async def test_requests_of_a_paused_engine_continue_on_another() -> None:
     assert generation.request_id in [request.request_id for request in second.asked]
 
 
-@in_loop
 async def test_a_pause_of_the_run_and_one_of_an_engine_are_lifted_one_by_one() -> None:
     cluster = Cluster()
     engine = await cluster.serving(scripted(script), name="e")
@@ -152,7 +143,6 @@ async def test_a_pause_of_the_run_and_one_of_an_engine_are_lifted_one_by_one() -
     assert again.connection.has_room
 
 
-@in_loop
 async def test_a_draining_engine_ends_what_it_has_and_takes_nothing_new() -> None:
     cluster = Cluster()
     engine = await cluster.serving(scripted(script), max_running=4)
@@ -169,7 +159,6 @@ async def test_a_draining_engine_ends_what_it_has_and_takes_nothing_new() -> Non
     assert cluster.router.obstacle() == "no engine is connected"
 
 
-@in_loop
 async def test_an_engine_that_falls_silent_with_work_is_dropped_and_an_idle_one_is_not() -> None:
     cluster = Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
     busy, idle = [await cluster.serving(scripted(script)) for _ in range(2)]
@@ -183,7 +172,6 @@ async def test_an_engine_that_falls_silent_with_work_is_dropped_and_an_idle_one_
     check_tokens(generation)
 
 
-@in_loop
 async def test_a_newcomer_gets_its_share_of_what_runs_already() -> None:
     cluster = Cluster()
     first = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
@@ -205,7 +193,6 @@ async def test_a_newcomer_gets_its_share_of_what_runs_already() -> None:
     assert sorted(generation.interruptions for generation in asked) == [0] * (6 - moved) + [1] * moved
 
 
-@in_loop
 async def test_nothing_is_moved_while_engines_take_new_weights_or_requests_wait() -> None:
     cluster = Cluster()
     first = await cluster.serving(scripted(lambda prompt, seed: [7] * 99), max_running=6)
@@ -227,7 +214,6 @@ async def test_nothing_is_moved_while_engines_take_new_weights_or_requests_wait(
     assert cluster.router.moves
 
 
-@in_loop
 async def test_loading_and_standing_still_are_no_silence() -> None:
     cluster = Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
     loading = cluster.connect(scripted(script))
@@ -258,7 +244,6 @@ async def test_loading_and_standing_still_are_no_silence() -> None:
         ("full", "every engine is full"),
     ],
 )
-@in_loop
 async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: str, sentence: str) -> None:
     cluster = Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
     if obstacle != "nobody":
@@ -279,7 +264,6 @@ async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: st
     assert not cluster.router.waiting
 
 
-@in_loop
 async def test_a_request_frozen_for_too_long_is_refused() -> None:
     cluster = Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
     engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
@@ -299,7 +283,6 @@ async def test_a_request_frozen_for_too_long_is_refused() -> None:
     assert engine.engine is not None and engine.engine.num_requests == 0
 
 
-@in_loop
 async def test_the_line_of_waiting_requests_is_bounded() -> None:
     cluster = Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
     for _ in range(2):
@@ -312,7 +295,6 @@ async def test_the_line_of_waiting_requests_is_bounded() -> None:
     assert (refused.value.status, refused.value.retry_after_s) == (429, 5)
 
 
-@in_loop
 async def test_samples_of_one_prompt_run_side_by_side_and_stay_apart() -> None:
     cluster = Cluster()
     engines = [await cluster.serving(scripted(script), max_running=2) for _ in range(2)]

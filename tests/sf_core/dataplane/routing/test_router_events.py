@@ -18,7 +18,6 @@ from tests.bench.dataplane.router import (
     Cluster,
     ClusterEngine,
     check_tokens,
-    in_loop,
     script,
     scripted,
 )
@@ -127,7 +126,6 @@ EVENTS = st.sampled_from(
 
 @settings(max_examples=examples(100), deadline=None)
 @given(data=st.data(), events=st.lists(EVENTS, min_size=20, max_size=60))
-@in_loop
 async def test_whatever_happens_every_generation_ends_whole_and_in_order(
     data: st.DataObject, events: list[str]
 ) -> None:
@@ -197,7 +195,6 @@ class Training(Events):
         max_size=60,
     ),
 )
-@in_loop
 async def test_training_takes_devices_that_are_lent_and_nothing_from_the_others(
     data: st.DataObject, events: list[str]
 ) -> None:

@@ -21,7 +21,6 @@ from tests.bench.dataplane.router import (
     ClusterEngine,
     MakeEngine,
     ProcessEnded,
-    in_loop,
     script,
     scripted,
 )
@@ -83,7 +82,6 @@ class Fleet(Cluster):
 @pytest.mark.parametrize("make", [PROCESS, STEP])
 @pytest.mark.parametrize("num_engines", [1, 2, 5])
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 64])
-@in_loop
 async def test_one_poison_is_refused_alone_and_costs_few_engines(
     make: MakeEngine, num_engines: int, num_requests: int
 ) -> None:
@@ -97,7 +95,6 @@ async def test_one_poison_is_refused_alone_and_costs_few_engines(
         check_answer(generation)
 
 
-@in_loop
 async def test_requests_are_answered_elsewhere_while_suspects_are_tried() -> None:
     cluster = Cluster()
     make = scripted(script)
@@ -117,7 +114,6 @@ async def test_requests_are_answered_elsewhere_while_suspects_are_tried() -> Non
     await cluster.run()
 
 
-@in_loop
 async def test_an_engine_that_ended_with_suspects_is_not_the_first_to_try_them_again() -> None:
     cluster = Fleet()
     sound = scripted(script)
@@ -138,7 +134,6 @@ async def test_an_engine_that_ended_with_suspects_is_not_the_first_to_try_them_a
     assert [generation.refusal for generation in cluster.generations] == [None] * 3
 
 
-@in_loop
 async def test_suspects_that_no_engine_tries_are_refused_in_words_in_the_end() -> None:
     cluster = Cluster(Limits(max_waiting=9, patience_s=0.0, engine_silence_s=1000.0))
     engine = await cluster.serving(scripted(script))
@@ -152,7 +147,6 @@ async def test_suspects_that_no_engine_tries_are_refused_in_words_in_the_end() -
     assert told in generation.refusal.message
 
 
-@in_loop
 async def test_an_engine_that_a_request_silences_counts_as_ended() -> None:
     cluster = Cluster(Limits(max_waiting=9, patience_s=1000.0, engine_silence_s=0.0))
     generation = cluster.ask([0, 5], 8)
@@ -168,7 +162,6 @@ async def test_an_engine_that_a_request_silences_counts_as_ended() -> None:
 
 
 @pytest.mark.parametrize("end", ["drain", "take_away", "supersede"])
-@in_loop
 async def test_engines_that_are_taken_away_count_nothing(end: str) -> None:
     cluster = Cluster()
     generation = cluster.ask([0, 5], 8)
@@ -273,7 +266,6 @@ class Attacks:
         max_size=60,
     ),
 )
-@in_loop
 async def test_any_row_may_raise_and_any_engine_may_end_at_any_step(
     data: st.DataObject, events: list[str]
 ) -> None:

@@ -40,25 +40,22 @@ def test_an_item_that_is_not_counted_may_be_weighed_and_removed() -> None:
     assert memory.num_bytes == 0
 
 
-def test_whoever_waits_for_memory_is_woken_once_it_is_no_longer_full() -> None:
-    async def scenario() -> None:
-        memory = Memory(1)
-        signal = Signal()
-        memory.watchers.add(signal)
-        large = Item(MB)
-        small = Item(10)
-        memory.add(large)
-        memory.add(small)
-        waiting = asyncio.ensure_future(signal.wait())
-        await asyncio.sleep(0)
-        small.num_bytes = 5
-        memory.weigh(small)
-        await asyncio.sleep(0)
-        assert not waiting.done(), "it is still full"
-        memory.remove(small)
-        await asyncio.wait_for(waiting, patience())
-
-    asyncio.run(scenario())
+async def test_whoever_waits_for_memory_is_woken_once_it_is_no_longer_full() -> None:
+    memory = Memory(1)
+    signal = Signal()
+    memory.watchers.add(signal)
+    large = Item(MB)
+    small = Item(10)
+    memory.add(large)
+    memory.add(small)
+    waiting = asyncio.ensure_future(signal.wait())
+    await asyncio.sleep(0)
+    small.num_bytes = 5
+    memory.weigh(small)
+    await asyncio.sleep(0)
+    assert not waiting.done(), "it is still full"
+    memory.remove(small)
+    await asyncio.wait_for(waiting, patience())
 
 
 def test_it_says_how_much_of_what_is_held() -> None:

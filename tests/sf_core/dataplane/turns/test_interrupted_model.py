@@ -56,56 +56,52 @@ turns = st.tuples(
         max_size=40,
     ),
 )
-def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
+async def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
     model_folders: ModelFolders, one_thread: None, asked: list[tuple[Any, ...]], events: list[tuple[str, int]]
 ) -> None:
     folder = model_folders()
-
-    async def scenario() -> None:
-        cluster = Cluster(weights=folder)
-        engines = [await cluster.serving(torch_engines(folder), max_running=3) for _ in range(2)]
-        generations = [
-            cluster.ask(
-                prompt,
-                budget,
-                stop=stop,
-                stream=stream,
-                sampling=Sampling(temperature=temperature, seed=i),
-                grammar=grammar,
-            )
-            for i, (prompt, budget, temperature, (stop, grammar), stream) in enumerate(asked)
-        ]
-        requests = [generation.ask_for_rest(0) for generation in generations]
-        for event, index in events:
-            await cluster.dispatched()
-            engine = engines[index]
-            match event:
-                case "act":
-                    engine.act()
-                case "die":
-                    engine.die()
-                    engines[index] = await cluster.serving(torch_engines(folder), max_running=3)
-                case "evacuate" | "freeze":
-                    pausing = asyncio.ensure_future(
-                        cluster.router.pause(event, engine.connection.engine_id)  # type: ignore[arg-type]
-                    )
-                    await cluster.dispatched()
-                    engine.act()
-                    await pausing
-                    cluster.router.resume(engine.connection.engine_id)
-                case "abort_one":
-                    # an engine may give back what it cannot go on with
-                    for request_id in list(engine.connection.in_flight)[:1]:
-                        engine.abort([request_id])
-        await cluster.run()
-        for generation, request in zip(generations, requests, strict=True):
-            if generation.num_faults >= MAX_FAULTS:
-                # it is refused, because it was the only suspect of each of these deaths (test_suspects.py)
-                assert not generation.token_ids
-                continue
-            token_ids, logprobs, reason = undisturbed(folder, request)
-            assert generation.token_ids.tolist() == token_ids
-            assert generation.finish_reason == reason
-            assert_rounded(generation.logprobs, logprobs, FORWARD, scale=np.abs([1.0, *logprobs]).max())
-
-    asyncio.run(scenario())
+    cluster = Cluster(weights=folder)
+    engines = [await cluster.serving(torch_engines(folder), max_running=3) for _ in range(2)]
+    generations = [
+        cluster.ask(
+            prompt,
+            budget,
+            stop=stop,
+            stream=stream,
+            sampling=Sampling(temperature=temperature, seed=i),
+            grammar=grammar,
+        )
+        for i, (prompt, budget, temperature, (stop, grammar), stream) in enumerate(asked)
+    ]
+    requests = [generation.ask_for_rest(0) for generation in generations]
+    for event, index in events:
+        await cluster.dispatched()
+        engine = engines[index]
+        match event:
+            case "act":
+                engine.act()
+            case "die":
+                engine.die()
+                engines[index] = await cluster.serving(torch_engines(folder), max_running=3)
+            case "evacuate" | "freeze":
+                pausing = asyncio.ensure_future(
+                    cluster.router.pause(event, engine.connection.engine_id)  # type: ignore[arg-type]
+                )
+                await cluster.dispatched()
+                engine.act()
+                await pausing
+                cluster.router.resume(engine.connection.engine_id)
+            case "abort_one":
+                # an engine may give back what it cannot go on with
+                for request_id in list(engine.connection.in_flight)[:1]:
+                    engine.abort([request_id])
+    await cluster.run()
+    for generation, request in zip(generations, requests, strict=True):
+        if generation.num_faults >= MAX_FAULTS:
+            # it is refused, because it was the only suspect of each of these deaths (test_suspects.py)
+            assert not generation.token_ids
+            continue
+        token_ids, logprobs, reason = undisturbed(folder, request)
+        assert generation.token_ids.tolist() == token_ids
+        assert generation.finish_reason == reason
+        assert_rounded(generation.logprobs, logprobs, FORWARD, scale=np.abs([1.0, *logprobs]).max())

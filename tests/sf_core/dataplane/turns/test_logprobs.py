@@ -118,7 +118,7 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
     has_stop=st.booleans(),
     data=st.data(),
 )
-def test_the_bytes_of_the_log_probs_are_the_text_that_was_sampled(
+async def test_the_bytes_of_the_log_probs_are_the_text_that_was_sampled(
     run_of_tokenizer: ServedRun,
     parts: list[str | int],
     length: int,
@@ -140,7 +140,7 @@ def test_the_bytes_of_the_log_probs_are_the_text_that_was_sampled(
     chunks = [Chunk("r", ids[cut:], [-0.5] * (len(ids) - cut), 0, reason)]
     if cut:
         chunks.insert(0, Chunk("r", ids[:cut], [-0.5] * cut, 0, None))
-    answer = asyncio.run(answer_of(run_of_tokenizer, chunks, [STOP] if has_stop else []))
+    answer = await answer_of(run_of_tokenizer, chunks, [STOP] if has_stop else [])
     entries = answer.logprobs or []
     assert len(entries) == answer.num_sampled_tokens
     said = b"".join(entry.data for entry in entries)
@@ -157,10 +157,8 @@ def test_the_bytes_of_the_log_probs_are_the_text_that_was_sampled(
     assert shown == texts or shown.endswith("\ufffd")
 
 
-def test_a_token_inside_a_character_has_its_bytes_and_no_text(run_of_tokenizer: ServedRun) -> None:
+async def test_a_token_inside_a_character_has_its_bytes_and_no_text(run_of_tokenizer: ServedRun) -> None:
     ids = [*run_of_tokenizer.renderer.encode("é").tolist(), run_of_tokenizer.renderer.stop_token_ids[0]]
-    answer = asyncio.run(
-        answer_of(run_of_tokenizer, [Chunk("r", ids, [-0.5] * len(ids), 0, FinishReason.STOP)], [])
-    )
+    answer = await answer_of(run_of_tokenizer, [Chunk("r", ids, [-0.5] * len(ids), 0, FinishReason.STOP)], [])
     told = [(entry.text, entry.data) for entry in answer.logprobs or []]
     assert told == [("", b"\xc3"), ("é", b"\xa9"), ("<|im_end|>", b"<|im_end|>")]

@@ -295,69 +295,59 @@ REQUESTS = [
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("request_", REQUESTS, ids=["whole", "streamed", "with a stop string"])
-def test_a_turn_that_no_engine_took_in_time_goes_on_when_it_is_asked_for_again(
+async def test_a_turn_that_no_engine_took_in_time_goes_on_when_it_is_asked_for_again(
     tmp_path: Path, model_dir: str, renderer: Renderer, request_: TurnRequest, restarted: bool
 ) -> None:
-    async def scenario() -> None:
-        asked = await Asked.begin(tmp_path, model_dir)
-        num_sampled = await asked.refuse(request_)
-        assert num_sampled >= 20
-        if restarted:
-            await asked.restart()
-        engine = asked.connect()
-        asking = asyncio.ensure_future(asked.ask(request_))
-        while not asking.done():
-            await asyncio.sleep(0)
-            engine.act()
-        answer = await asking
-        assert answer.content == renderer.decode(ANSWER)
-        assert [(sent.position, sent.max_tokens) for sent in engine.asked] == [
-            (num_sampled, len(ANSWER) - num_sampled)
-        ]
-        [turn] = asked.session.turns
-        assert (turn.ids.tolist(), turn.sample) == (ANSWER, 0)
-        assert asked.run.counters["abandoned_turns"] == 0
+    asked = await Asked.begin(tmp_path, model_dir)
+    num_sampled = await asked.refuse(request_)
+    assert num_sampled >= 20
+    if restarted:
         await asked.restart()
-        assert [turn.ids.tolist() for turn in asked.session.turns] == [ANSWER]
+    engine = asked.connect()
+    asking = asyncio.ensure_future(asked.ask(request_))
+    while not asking.done():
+        await asyncio.sleep(0)
+        engine.act()
+    answer = await asking
+    assert answer.content == renderer.decode(ANSWER)
+    assert [(sent.position, sent.max_tokens) for sent in engine.asked] == [
+        (num_sampled, len(ANSWER) - num_sampled)
+    ]
+    [turn] = asked.session.turns
+    assert (turn.ids.tolist(), turn.sample) == (ANSWER, 0)
+    assert asked.run.counters["abandoned_turns"] == 0
+    await asked.restart()
+    assert [turn.ids.tolist() for turn in asked.session.turns] == [ANSWER]
 
-    asyncio.run(scenario())
 
-
-def test_a_turn_that_is_put_off_before_it_is_read_again_is_recorded_once(
+async def test_a_turn_that_is_put_off_before_it_is_read_again_is_recorded_once(
     tmp_path: Path, model_dir: str
 ) -> None:
     """Its reader, which reads token by token for a stop string, has read nothing of what was recorded."""
-
-    async def scenario() -> None:
-        asked = await Asked.begin(tmp_path, model_dir)
-        [_, _, request] = REQUESTS
-        num_sampled = await asked.refuse(request)
-        router = asked.run.router
-        router.close(asked.run.refusal())
-        with pytest.raises(ApiError, match="its flow has stopped"):
-            await asked.ask(request)
-        router.closed = None
-        engine = asked.connect()
-        asking = asyncio.ensure_future(asked.ask(request))
-        while not asking.done():
-            await asyncio.sleep(0)
-            engine.act()
-        await asking
-        assert [sent.position for sent in engine.asked] == [num_sampled]
-        await asked.restart()
-        assert [turn.ids.tolist() for turn in asked.session.turns] == [ANSWER]
-
-    asyncio.run(scenario())
+    asked = await Asked.begin(tmp_path, model_dir)
+    [_, _, request] = REQUESTS
+    num_sampled = await asked.refuse(request)
+    router = asked.run.router
+    router.close(asked.run.refusal())
+    with pytest.raises(ApiError, match="its flow has stopped"):
+        await asked.ask(request)
+    router.closed = None
+    engine = asked.connect()
+    asking = asyncio.ensure_future(asked.ask(request))
+    while not asking.done():
+        await asyncio.sleep(0)
+        engine.act()
+    await asking
+    assert [sent.position for sent in engine.asked] == [num_sampled]
+    await asked.restart()
+    assert [turn.ids.tolist() for turn in asked.session.turns] == [ANSWER]
 
 
-def test_a_turn_that_was_refused_and_is_not_asked_for_again_is_abandoned_in_the_end(
+async def test_a_turn_that_was_refused_and_is_not_asked_for_again_is_abandoned_in_the_end(
     tmp_path: Path, model_dir: str
 ) -> None:
-    async def scenario() -> None:
-        asked = await Asked.begin(tmp_path, model_dir)
-        await asked.refuse(REQUESTS[0])
-        assert asked.run.counters["abandoned_turns"] == 0
-        await endings.finish(asked.run, asked.session, FinishBody(status="failed"))
-        assert asked.run.counters["abandoned_turns"] == 1
-
-    asyncio.run(scenario())
+    asked = await Asked.begin(tmp_path, model_dir)
+    await asked.refuse(REQUESTS[0])
+    assert asked.run.counters["abandoned_turns"] == 0
+    await endings.finish(asked.run, asked.session, FinishBody(status="failed"))
+    assert asked.run.counters["abandoned_turns"] == 1

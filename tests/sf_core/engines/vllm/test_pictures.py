@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import uuid
@@ -167,7 +166,7 @@ class TestPictures(ServingTests):
         check_sentence(str(refused.value), f"engine.vllm.url: the server at {self.fake.url} ", sentence)
 
 
-def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
+async def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
     fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = f"memory://{uuid.uuid4().hex}/media"
@@ -188,15 +187,15 @@ def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
         finally:
             await client.close()
 
-    assert asyncio.run(ask(*shown))[0].pictures
+    assert (await ask(*shown))[0].pictures
     assert len(list_files(seen.folder)) == len(shown)
     monkeypatch.setattr(module, "_MOST_COPIES_BYTES", 1)
-    assert asyncio.run(ask(store(remote, 2, 2)))[0].pictures
+    assert (await ask(store(remote, 2, 2)))[0].pictures
     assert len(list_files(seen.folder)) == 1
     write_atomic(media_file(remote, broken.sha256), b"broken")
     for picture, sentence in ((broken, "does not have the SHA-256 in its name"), (missing, "is missing")):
         with pytest.raises(RequestRefusedError, match=sentence):
-            asyncio.run(ask(picture))
+            await ask(picture)
 
 
 def test_a_server_that_shows_pictures_has_a_tokenizer_and_reads_files_of_their_folder_alone() -> None:

@@ -52,10 +52,11 @@ def test_a_server_says_of_every_token_what_the_model_says(teacher_url: str, tied
 
 @pytest.mark.system
 def test_a_row_that_is_too_long_for_the_server_is_named(teacher_url: str) -> None:
+    length = CONTEXT
     with pytest.raises(ValueError) as refused:
-        ask_teacher(teacher_url, [("row 0", [1, 2]), ("row 1", [5] * CONTEXT)], patience())
-    says = f"row 1 has {CONTEXT} tokens, but the teacher at {teacher_url} takes at most {CONTEXT - 1}: "
-    check_sentence(str(refused.value), says, f"start the teacher with --max-model-len={CONTEXT + 1}")
+        ask_teacher(teacher_url, [("row 0", [1, 2]), ("row 1", [5] * length)], patience())
+    says = f"row 1 has {length} tokens, but the teacher at {teacher_url} takes at most {length - 1}: "
+    check_sentence(str(refused.value), says, f"start the teacher with --max-model-len={length + 1}")
 
 
 class Faulty:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -20,10 +19,10 @@ def returned(source: str, *calls: list[Any], wait_s: float = WAIT_S) -> list[str
     return inside(lambda box: returns_of(box, source, "f", list(calls), wait_s), limits=LIMITS)
 
 
-def reward(source: str, returns: list[Any], calls: list[list[Any]] | None = None) -> float:
+async def reward(source: str, returns: list[Any], calls: list[list[Any]] | None = None) -> float:
     need_sandbox()
     tests = HiddenTests("f", "", calls or [[number] for number in range(len(returns))], returns)
-    return asyncio.run(tests.reward(source, "share"))
+    return await tests.reward(source, "share")
 
 
 def test_values_come_back_as_json() -> None:
@@ -60,20 +59,20 @@ def test_calls_do_not_see_what_others_have_left_in_memory() -> None:
     assert returned("seen = []\ndef f(x):\n    seen.append(x)\n    return seen", [1], [2]) == ["[1]", "[2]"]
 
 
-def test_a_function_that_prints_is_as_good_as_another() -> None:
-    assert reward("def f(x):\n    print([0, 5])\n    return x", [0, 1]) == 1.0
+async def test_a_function_that_prints_is_as_good_as_another() -> None:
+    assert await reward("def f(x):\n    print([0, 5])\n    return x", [0, 1]) == 1.0
 
 
-def test_another_type_is_another_value() -> None:
-    assert reward("f = lambda x: x", [1, True, "1"], [[1.0], [1], [1]]) == 0.0
+async def test_another_type_is_another_value() -> None:
+    assert await reward("f = lambda x: x", [1, True, "1"], [[1.0], [1], [1]]) == 0.0
 
 
-def test_the_share_and_all_or_nothing() -> None:
+async def test_the_share_and_all_or_nothing() -> None:
     need_sandbox()
     tests = HiddenTests("f", "", [[0], [1], [2], [3]], [0, 1, 4, 9])
-    assert asyncio.run(tests.reward("f = lambda x: x", "share")) == 0.5
-    assert asyncio.run(tests.reward("f = lambda x: x", "all")) == 0.0
-    assert asyncio.run(tests.reward("f = lambda x: x * x", "all")) == 1.0
+    assert await tests.reward("f = lambda x: x", "share") == 0.5
+    assert await tests.reward("f = lambda x: x", "all") == 0.0
+    assert await tests.reward("f = lambda x: x * x", "all") == 1.0
 
 
 WRITE = """
@@ -101,8 +100,8 @@ LINES = b"\n".join(
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_what_is_written_past_the_driver_is_a_guess_at_most(name: str) -> None:
-    assert reward(f"LINES = {LINES!r}\n{FORGERIES[name]}", [SECRET, SECRET + 1]) == 0.0
+async def test_what_is_written_past_the_driver_is_a_guess_at_most(name: str) -> None:
+    assert await reward(f"LINES = {LINES!r}\n{FORGERIES[name]}", [SECRET, SECRET + 1]) == 0.0
 
 
 HEAD = str(SECRET)[:4]
@@ -121,7 +120,7 @@ def f(x):
 """
 
 
-def test_what_a_function_should_return_is_nowhere_in_the_sandbox() -> None:
-    assert reward(SEARCH, [SECRET], [[1]]) == 0.0
+async def test_what_a_function_should_return_is_nowhere_in_the_sandbox() -> None:
+    assert await reward(SEARCH, [SECRET], [[1]]) == 0.0
     # it does find what the function is called with
-    assert reward(SEARCH, [SECRET], [[SECRET]]) == 1.0
+    assert await reward(SEARCH, [SECRET], [[SECRET]]) == 1.0

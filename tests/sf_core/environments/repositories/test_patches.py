@@ -59,24 +59,25 @@ FORMS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.usefixtures("needs_patch")
 @pytest.mark.parametrize("form", FORMS)
-def test_a_right_repair_earns_its_reward_in_every_form(
+async def test_a_right_repair_earns_its_reward_in_every_form(
     make_repositories: MakeRepositories, row: dict[str, Any], form: str
 ) -> None:
-    assert score(make_repositories(reward="all"), row, FORMS[form](row["patch"])) == 1
+    assert await score(make_repositories(reward="all"), row, FORMS[form](row["patch"])) == 1
 
 
 @pytest.mark.usefixtures("needs_patch")
-def test_what_one_attempt_has_changed_is_not_there_in_the_next(
+async def test_what_one_attempt_has_changed_is_not_there_in_the_next(
     make_repositories: MakeRepositories, row: dict[str, Any]
 ) -> None:
     # git apply --reject changes what the first part does, and patch would take that for a reversed one
     half = "--- a/lists/lists.py\n+++ b/lists/lists.py\n@@ -1,2 +1,3 @@\n def chunks(items, size):\n"
     assert (
-        score(make_repositories(reward="all"), row, f"{row['patch']}{half}+    # seen\n     another\n") == 1
+        await score(make_repositories(reward="all"), row, f"{row['patch']}{half}+    # seen\n     another\n")
+        == 1
     )
 
 
-def test_without_the_program_patch_the_other_attempts_count_and_it_is_said_once(
+async def test_without_the_program_patch_the_other_attempts_count_and_it_is_said_once(
     make_repositories: MakeRepositories,
     row: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -87,8 +88,8 @@ def test_without_the_program_patch_the_other_attempts_count_and_it_is_said_once(
     patches._tell_missing.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert score(make_repositories(), row, FORMS["with another context"](row["patch"])) == 0
-        assert score(make_repositories(reward="all"), row, row["patch"]) == 1
+            assert await score(make_repositories(), row, FORMS["with another context"](row["patch"])) == 0
+        assert await score(make_repositories(reward="all"), row, row["patch"]) == 1
     told = [record.message for record in caplog.records if "patch-of-others" in record.message]
     assert len(told) == 1 and told[0].startswith("`patch-of-others` is missing in the sandbox")
 
@@ -205,13 +206,13 @@ def test_no_patch_changes_what_the_data_set_decides_whatever_applies_it(attempt:
 
 @pytest.mark.usefixtures("needs_patch")
 @pytest.mark.parametrize("cheat", ["edit", "index", "escapes", "settings of git"])
-def test_a_patch_of_protected_files_alone_earns_what_no_change_earns(
+async def test_a_patch_of_protected_files_alone_earns_what_no_change_earns(
     make_repositories: MakeRepositories, row: dict[str, Any], honest: float, cheat: str
 ) -> None:
-    assert score(make_repositories(), row, CHEATS[cheat]) in (0, honest)
+    assert await score(make_repositories(), row, CHEATS[cheat]) in (0, honest)
 
 
-def test_files_that_look_like_a_repository_of_git_do_not_change_hidden_tests(
+async def test_files_that_look_like_a_repository_of_git_do_not_change_hidden_tests(
     make_repositories: MakeRepositories, row: dict[str, Any], honest: float
 ) -> None:
     # git would take the folder for a bare repository, and have its filter write the tests
@@ -223,7 +224,7 @@ def test_files_that_look_like_a_repository_of_git_do_not_change_hidden_tests(
         "info/attributes": "*.py filter=cheat\n",
         "objects/x": "",
     }
-    assert score(make_repositories(), row, bare) == honest
+    assert await score(make_repositories(), row, bare) == honest
 
 
 NAMES = st.lists(

@@ -45,15 +45,15 @@ class TestContract(EnvironmentTests):
         self.environment = make_repositories()
 
 
-def test_every_instance_of_the_generator_is_repaired_by_its_patch_and_by_nothing_less(
+async def test_every_instance_of_the_generator_is_repaired_by_its_patch_and_by_nothing_less(
     generated: Path, make_repositories: MakeRepositories
 ) -> None:
     rows = rows_of(generated)
     assert {row["repo"] for row in rows} == {"acme/lists", "acme/words"}
     for row in rows:
-        assert score(make_repositories(reward="all"), row, row["patch"]) == 1
-        assert 0 < score(make_repositories(reward="share"), row, "") < 1
-    assert score(make_repositories(reward="all"), rows[0], "") == 0
+        assert await score(make_repositories(reward="all"), row, row["patch"]) == 1
+        assert 0 < await score(make_repositories(reward="share"), row, "") < 1
+    assert await score(make_repositories(reward="all"), rows[0], "") == 0
 
 
 def test_a_report_has_what_was_called_and_what_came_of_it_and_not_the_repair(generated: Path) -> None:
@@ -113,11 +113,11 @@ CHEATS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_files_that_steer_tests_earn_nothing(
+async def test_files_that_steer_tests_earn_nothing(
     make_repositories: MakeRepositories, row: dict[str, Any], cheat: str, honest: float
 ) -> None:
-    assert score(make_repositories(), row, CHEATS[cheat]) == honest
-    assert score(make_repositories(), row, _as_patch(CHEATS[cheat])) <= honest
+    assert await score(make_repositories(), row, CHEATS[cheat]) == honest
+    assert await score(make_repositories(), row, _as_patch(CHEATS[cheat])) <= honest
 
 
 def _as_patch(files: dict[str, str]) -> str:
@@ -139,26 +139,29 @@ def _as_patch(files: dict[str, str]) -> str:
     ],
     ids=["exit", "sys.exit", "pytest.exit", "report"],
 )
-def test_code_that_ends_the_tests_passes_none(
+async def test_code_that_ends_the_tests_passes_none(
     generated: Path, make_repositories: MakeRepositories, row: dict[str, Any], line: str
 ) -> None:
-    assert score(make_repositories(), row, {"lists/lists.py": line + "\n" + source_of(generated, row)}) == 0
+    assert (
+        await score(make_repositories(), row, {"lists/lists.py": line + "\n" + source_of(generated, row)})
+        == 0
+    )
 
 
-def test_a_test_that_the_code_declares_as_expected_to_fail_has_not_passed(
+async def test_a_test_that_the_code_declares_as_expected_to_fail_has_not_passed(
     make_repositories: MakeRepositories, row: dict[str, Any]
 ) -> None:
     code = "import pytest\ndef chunks(*_): pytest.xfail('so')\ngaps = middle = chunks\n"
-    assert score(make_repositories(), row, {"lists/lists.py": code}) == 0
+    assert await score(make_repositories(), row, {"lists/lists.py": code}) == 0
 
 
-def test_moving_the_tests_away_leaves_them_in_place(
+async def test_moving_the_tests_away_leaves_them_in_place(
     make_repositories: MakeRepositories, row: dict[str, Any], honest: float
 ) -> None:
     old = "lists/tests/test_lists.py"
     new = "lists/other.py"
     patch = f"diff --git a/{old} b/{new}\nsimilarity index 100%\nrename from {old}\nrename to {new}\n"
-    assert score(make_repositories(), row, patch) == honest
+    assert await score(make_repositories(), row, patch) == honest
 
 
 @pytest.mark.parametrize(
@@ -166,23 +169,23 @@ def test_moving_the_tests_away_leaves_them_in_place(
     [None, 7, ["x"], "no patch", {"../out": "x"}, {"/etc/x": "x"}, {"lists": "x"}, {"a\0b": "x"}, {"": "x"}],
     ids=repr,
 )
-def test_an_answer_that_is_no_change_of_files_earns_no_more_than_none(
+async def test_an_answer_that_is_no_change_of_files_earns_no_more_than_none(
     make_repositories: MakeRepositories, row: dict[str, Any], answer: Any, honest: float
 ) -> None:
-    assert score(make_repositories(), row, answer) <= honest
+    assert await score(make_repositories(), row, answer) <= honest
 
 
-def test_breaking_what_worked_counts(
+async def test_breaking_what_worked_counts(
     make_repositories: MakeRepositories, row: dict[str, Any], generated: Path, honest: float
 ) -> None:
     broken = source_of(generated, row) + "\n\nclass Never:\n    pass\n\n\ndef chunks(*_):\n    return []\n"
-    assert score(make_repositories(), row, {"lists/lists.py": broken}) < honest
+    assert await score(make_repositories(), row, {"lists/lists.py": broken}) < honest
 
 
-def test_an_endless_loop_ends_with_the_time_limit(
+async def test_an_endless_loop_ends_with_the_time_limit(
     make_repositories: MakeRepositories, row: dict[str, Any]
 ) -> None:
-    assert score(make_repositories(timeout_s=3), row, {"lists/lists.py": "while True: pass\n"}) == 0
+    assert await score(make_repositories(timeout_s=3), row, {"lists/lists.py": "while True: pass\n"}) == 0
 
 
 def bash(command: str) -> dict[str, Any]:
@@ -195,12 +198,9 @@ def task_of(environment: Repositories, row: dict[str, Any]) -> Task:
     return next(task for task in tasks if task.task_id == row["instance_id"])
 
 
-def change_by(environment: Repositories, task: Task, canned_model: CannedModel) -> str:
-    async def work() -> str:
-        async with environment.prepare(task) as checkout:
-            return await environment.agent(task, canned_model.endpoint, checkout)
-
-    return asyncio.run(work())
+async def change_by(environment: Repositories, task: Task, canned_model: CannedModel) -> str:
+    async with environment.prepare(task) as checkout:
+        return await environment.agent(task, canned_model.endpoint, checkout)
 
 
 def results(canned_model: CannedModel) -> list[str]:
@@ -209,45 +209,42 @@ def results(canned_model: CannedModel) -> list[str]:
     ]
 
 
-def test_an_agent_repairs_a_repository_by_shell(
+async def test_an_agent_repairs_a_repository_by_shell(
     make_repositories: MakeRepositories, row: dict[str, Any], canned_model: CannedModel
 ) -> None:
     repair = f"cat > /tmp/p <<'END'\n{row['patch']}END\ngit apply /tmp/p && touch new.txt a.pyc && echo done"
     canned_model.answers = [bash(repair), bash("git log --oneline | wc -l; exit 3"), {"content": "repaired"}]
     task = task_of(make_repositories(), row)
-    patch = change_by(make_repositories(), task, canned_model)
+    patch = await change_by(make_repositories(), task, canned_model)
     assert results(canned_model) == ["done", "1\nexit status 3"]
     assert "new.txt" in patch and ".pyc" not in patch
     assert row["problem_statement"].strip() in canned_model.requests[0]["messages"][0]["content"]
     assert json.loads(json.dumps(patch)) == patch
-    assert score(make_repositories(reward="all"), row, patch) == 1
+    assert await score(make_repositories(reward="all"), row, patch) == 1
 
 
-def test_output_of_a_command_is_bounded_and_a_long_one_is_ended(
+async def test_output_of_a_command_is_bounded_and_a_long_one_is_ended(
     make_repositories: MakeRepositories, row: dict[str, Any], canned_model: CannedModel
 ) -> None:
     canned_model.answers = [bash("yes | head -c 200000; echo end"), bash("sleep 60"), {"content": ""}]
     short = make_repositories(timeout_s=2)
-    assert change_by(short, task_of(short, row), canned_model) == ""
+    assert await change_by(short, task_of(short, row), canned_model) == ""
     long, ended = results(canned_model)
     assert len(long) < 20_000 and "bytes left out" in long and long.endswith("end")
     assert ended == "ended after 2 s"
 
 
-def test_the_installed_original_of_a_library_is_not_seen() -> None:
+async def test_the_installed_original_of_a_library_is_not_seen() -> None:
     need_sandbox()
     toolz = next(library for library in LIBRARIES if library.repo == "pytoolz/toolz")
-
-    async def found() -> str:
-        limits = hide_originals(SandboxLimits(), toolz.files())
-        async with open_sandbox(limits) as box:
-            command = "import importlib.util as u; import pytest; print(u.find_spec('toolz.itertoolz'))"
-            return (await box.run(["python3", "-c", command], timeout_s=60)).output
-
-    assert asyncio.run(found()) == "None\n"
+    limits = hide_originals(SandboxLimits(), toolz.files())
+    async with open_sandbox(limits) as box:
+        command = "import importlib.util as u; import pytest; print(u.find_spec('toolz.itertoolz'))"
+        found = await box.run(["python3", "-c", command], timeout_s=60)
+    assert found.output == "None\n"
 
 
-def test_lists_in_parquet_and_archives_are_read(
+async def test_lists_in_parquet_and_archives_are_read(
     generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     lists = {name: json.loads(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
@@ -264,11 +261,11 @@ def test_lists_in_parquet_and_archives_are_read(
     from_archive = make_repositories(
         dataset=(tmp_path / "rows.parquet").as_uri(), repositories=tmp_path.as_uri(), reward="all"
     )
-    assert score(from_archive, others[0], row["patch"]) == 1
-    assert score(from_archive, others[0], "") == 0
+    assert await score(from_archive, others[0], row["patch"]) == 1
+    assert await score(from_archive, others[0], "") == 0
 
 
-def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
+async def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
     make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any], generated: Path
 ) -> None:
     git = ["git", f"--git-dir={generated}/repositories/acme__lists.git", "archive", "--format=tar"]
@@ -283,7 +280,7 @@ def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
         packed.addfile(link)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path))
-    assert score(made, row, row["patch"]) == 1
+    assert await score(made, row, row["patch"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -368,7 +365,7 @@ GONE = "lists/tests/test_lists.py::test_of_another_time"
     ],
     ids=["test_patch", "patch", "tests", "file", "import"],
 )
-def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
+async def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
     make_repositories: MakeRepositories,
     tmp_path: Path,
     row: dict[str, Any],
@@ -381,12 +378,12 @@ def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
     sentence = f"{tmp_path}/rows.jsonl, row 2: wrong: {fault}: correct the row or leave it out; "
     for answer in ("", None, {"lists/lists.py": "import os; os._exit(0)\n"}):
         with pytest.raises(ValueError) as refusal:
-            score(made, rows[1], answer)
+            await score(made, rows[1], answer)
         assert str(refusal.value).startswith(sentence), refusal.value
-    assert score(made, row, row["patch"]) == 1
+    assert await score(made, row, row["patch"]) == 1
 
 
-def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
+async def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
     make_repositories: MakeRepositories, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
@@ -397,16 +394,12 @@ def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
 
     monkeypatch.setattr("sf_core.environments.repositories.environment.fault_of_row", look)
     made = make_repositories()
-
-    async def score_together() -> list[float]:
-        return await asyncio.gather(*(made.score(row["instance_id"], "") for _ in range(3)))
-
-    rewards = asyncio.run(score_together())
+    rewards = await asyncio.gather(*(made.score(row["instance_id"], "") for _ in range(3)))
     assert len(rewards) == 3 and max(rewards) < 1
     assert len(looks) == 1
 
 
-def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
+async def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
     generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     # a file that the repair changes too, so agents may
@@ -416,22 +409,22 @@ def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
     both = row | {"test_patch": row["test_patch"] + diff}
     (tmp_path / "rows.jsonl").write_text(json.dumps(both) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"))
-    assert score(made, both, row["patch"]) == 1
-    assert score(made, both, {name: "other = 1\n"}) == 0
+    assert await score(made, both, row["patch"]) == 1
+    assert await score(made, both, {name: "other = 1\n"}) == 0
 
 
 @pytest.mark.parametrize("place", ["acme/lists", "acme__lists"])
-def test_a_repository_may_be_a_clone(
+async def test_a_repository_may_be_a_clone(
     generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any], place: str
 ) -> None:
     shutil.copytree(generated / "repositories" / "acme__lists.git", tmp_path / place / ".git")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path), reward="all")
-    assert score(made, row, row["patch"]) == 1
+    assert await score(made, row, row["patch"]) == 1
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["trusted", "in a sandbox"])
-def test_a_command_as_agent_finds_the_repository_in_its_folder(
+async def test_a_command_as_agent_finds_the_repository_in_its_folder(
     generated: Path, row: dict[str, Any], is_inside: bool
 ) -> None:
     repaired = source_of(generated, row, "whole")
@@ -457,12 +450,8 @@ def test_a_command_as_agent_finds_the_repository_in_its_folder(
     task = task_of(environment, row)
     prepare = prepare_of(config)
     endpoint = Endpoint("http://127.0.0.1:9/sessions/s/v1", "key", "policy")
-
-    async def work() -> Any:
-        assert prepare is not None
-        async with prepare(task) as files:
-            return await agent_of(config)(task, endpoint, files)
-
-    ended = asyncio.run(work())
+    assert prepare is not None
+    async with prepare(task) as files:
+        ended = await agent_of(config)(task, endpoint, files)
     assert list(ended.answer) == ["lists/lists.py"]
-    assert asyncio.run(reward_of(config)(task, ended.answer)) == {"tests": 1.0}
+    assert await reward_of(config)(task, ended.answer) == {"tests": 1.0}

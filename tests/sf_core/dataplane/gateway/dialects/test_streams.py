@@ -222,7 +222,7 @@ TEXTS = [
     reason=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
     data=st.data(),
 )
-def test_however_tokens_arrive_a_stream_says_the_same(
+async def test_however_tokens_arrive_a_stream_says_the_same(
     served_run: ServedRun,
     renderer: Renderer,
     path: str,
@@ -245,11 +245,11 @@ def test_however_tokens_arrive_a_stream_says_the_same(
     )
     event_s = data.draw(st.sampled_from([0.0, 1e9]), "event_s")
 
-    def stream(pace: StreamPace, chunks: list[tuple[Chunk, int]]) -> Said:
+    async def stream(pace: StreamPace, chunks: list[tuple[Chunk, int]]) -> Said:
         served_run.turns.pace = pace
-        return asyncio.run(say(served_run, path, more, chunks))
+        return await say(served_run, path, more, chunks)
 
     one_by_one = cut(ids, list(range(1, len(ids))), reason, set())
-    expected = stream(StreamPace(0.0), [(chunk, 6) for chunk in one_by_one])
+    expected = await stream(StreamPace(0.0), [(chunk, 6) for chunk in one_by_one])
     chunks = cut(ids, places, reason, seams)
-    assert stream(StreamPace(event_s), list(zip(chunks, loops, strict=True))) == expected
+    assert await stream(StreamPace(event_s), list(zip(chunks, loops, strict=True))) == expected
