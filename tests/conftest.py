@@ -8,6 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 
 pytest_plugins = ["tests.bench.fixtures", "tests.properties"]
@@ -19,6 +20,8 @@ os.environ.pop("COLUMNS", None)
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 # each client of HTTP reads the authorities that it trusts. Those of a system take 20 ms, and tests need none
+# but for pip, which has a variable of its own
+os.environ.setdefault("PIP_CERT", os.environ.get("SSL_CERT_FILE") or certifi.where())
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "data/authority.pem")
 os.environ.pop("SSL_CERT_DIR", None)
 
