@@ -23,21 +23,24 @@ SEED = pytest.StashKey[int]()
 ROOT = Path(__file__).parents[1]
 SOURCES = ("sf_core", "storage", "tasks", "flows", "benchmarks", "examples")
 
+
+def examples(number: int) -> int:
+    """How many examples a property is tried on: a third of `number`, and all of them in `make nightly`."""
+    return number if ALL else max(5, number // 3)
+
+
 # how long an example takes is the machine's matter
 settings.register_profile(
     "same",
     settings.get_profile("default"),
+    # of a property that names no number
+    max_examples=examples(100),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     database=None,
     derandomize=True,
 )
 settings.register_profile("anew", settings.get_profile("same"), derandomize=False, print_blob=True)
-
-
-def examples(number: int) -> int:
-    """How many examples a property is tried on: a third of `number`, and all of them in `make nightly`."""
-    return number if ALL else max(5, number // 3)
 
 
 @pytest.hookimpl(tryfirst=True)

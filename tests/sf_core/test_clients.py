@@ -22,6 +22,7 @@ from openai import AsyncOpenAI
 
 from sf_core.types import Endpoint
 from tests.patience import patience
+from tests.properties import examples
 
 MANY = 1100
 """More than the 1,000 connections that the SDK allows a client by itself."""
@@ -100,7 +101,7 @@ SESSIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(SESSIONS)
 async def test_the_client_of_a_session_has_the_key_of_no_other_whatever_others_close(
     sessions: list[tuple[str, int, str]],

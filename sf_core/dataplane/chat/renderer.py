@@ -45,7 +45,7 @@ from storage.json_files import load_json
 from storage.tensors.weights import WEIGHT_FILES
 
 MAX_VARIANTS = 16
-"""Number of sets of template options whose renderers are kept."""
+"""Number of sets of template options whose renderers are kept, and of templates whose roles are."""
 
 LONG = 1000
 """Characters of a text from which on it is encoded as a long one."""
@@ -142,10 +142,7 @@ class Renderer:
             variant = copy(self)
             variant.options = options
             variant._look_at_template()
-            # threads do this too (large.py): each step alone is safe
-            if len(self._variants) >= MAX_VARIANTS:
-                self._variants.pop(next(iter(list(self._variants))), None)
-            self._variants[key] = variant
+            _keep(self._variants, key, variant)
         return variant
 
     def is_ready_for(self, options: dict[str, Any]) -> bool:
@@ -156,11 +153,20 @@ class Renderer:
     def _look_at_template(self) -> None:
         self.opens_thinking = self.thinks and self._opens_thinking()
         """The prompt itself ends with the opening think tag."""
-        self._append_only_roles = append_only_roles(self.render)
-        if self.sight is not None:
-            self._append_only_roles &= append_only_roles(with_pictures(self.render))
+        self._append_only_roles = self._find_append_only_roles()
         self.shows_tools = shows_tools(self.render)
         """A prompt with a tool differs from one without."""
+
+    def _find_append_only_roles(self) -> frozenset[str]:
+        sees = self.sight is not None
+        look = encode_sorted([self.templates.sources, self._special | self.options, sees])
+        roles = _found_roles.get(look)
+        if roles is None:
+            roles = append_only_roles(self.render)
+            if sees:
+                roles &= append_only_roles(with_pictures(self.render))
+            _keep(_found_roles, look, roles)
+        return roles
 
     def render(
         self,
@@ -366,6 +372,18 @@ class TextStream:
 
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+_found_roles: dict[bytes, frozenset[str]] = {}
+"""Roles that templates append, by what decides them: runs of one process often have the same template."""
+
+
+def _keep(kept: dict[bytes, Value], key: bytes, value: Value) -> None:
+    """Keep a value instead of the oldest one."""
+    # threads do this too (large.py): each step alone is safe
+    if len(kept) >= MAX_VARIANTS:
+        kept.pop(next(iter(list(kept))), None)
+    kept[key] = value
 
 
 def _read_json(path: Path) -> dict[str, Any]:

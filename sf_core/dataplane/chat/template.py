@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,13 @@ class ChatTemplates:
     """The chat templates of one folder. Raises jinja2.TemplateSyntaxError."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
+        self.sources = sources
         self._default = ChatTemplate(sources[DEFAULT])
         self._with_tools = ChatTemplate(sources[WITH_TOOLS]) if WITH_TOOLS in sources else self._default
         self.variables = self._default.variables | self._with_tools.variables
-        self.refuses_late_system = any(map(_refuses_late_system, {self._default, self._with_tools}))
+        self.refuses_late_system = any(
+            _refuses_late_system(template.source) for template in (self._default, self._with_tools)
+        )
         """Whether Anthropic's late system messages are merged into the first. The rule is vLLM's."""
 
     def of(self, tools: list[Tool]) -> ChatTemplate:
@@ -144,7 +148,8 @@ def _as_system(messages: list[Message]) -> list[Message]:
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
 
-def _refuses_late_system(template: ChatTemplate) -> bool:
+@lru_cache(maxsize=16)
+def _refuses_late_system(source: str) -> bool:
     # vLLM asks in an environment without transformers' additions, and takes a failure for want of one for a
     # refusal
     bare = ImmutableSandboxedEnvironment(
@@ -152,7 +157,7 @@ def _refuses_late_system(template: ChatTemplate) -> bool:
     )
     asked = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
-        bare.from_string(template.source).render(messages=asked, add_generation_prompt=False)
+        bare.from_string(source).render(messages=asked, add_generation_prompt=False)
     except Exception:  # a template is a program and may raise anything
         return True
     return False

@@ -42,9 +42,30 @@ def render_addition(
 
 def append_only_roles(render: Render) -> frozenset[str]:
     """Roles whose messages, added after an answer, render the same with and without the history before it."""
+    render = _remembering(render)
     return frozenset(
         role for role in ("user", "tool") if all(_holds(render, probe) for probe in _probes(role))
     )
+
+
+def _remembering(render: Render) -> Render:
+    """The same rendering, which renders a conversation once: of four texts of a probe, other probes have two
+    or three. Probes are made of the messages of this module, whose identities name a conversation."""
+    results: dict[tuple[int, ...], str | jinja2.TemplateError] = {}
+
+    def render_once(messages: list[Message], tools: list[Tool]) -> str:
+        key = (*map(id, messages), len(tools))
+        if key not in results:
+            try:
+                results[key] = render(messages, tools)
+            except jinja2.TemplateError as error:
+                results[key] = error
+        result = results[key]
+        if isinstance(result, str):
+            return result
+        raise result
+
+    return render_once
 
 
 def with_pictures(render: Render) -> Render:
@@ -78,7 +99,7 @@ def roles_shown_as_lists(render: Render) -> list[str]:
     """Roles whose text the template writes as Python writes a list of parts: it loops over the parts of some
     messages, so it gets lists, and prints those of others as they are."""
     conversations: dict[str, list[Message]] = {
-        "system": [{"role": "system", "content": "be"}, _USER],
+        "system": [_SYSTEM, _USER],
         "user": [_USER],
         "assistant": [_USER, _ANSWERS[0], _USER],
         "tool": [_USER, _ANSWERS[3], _RESULT],
@@ -108,7 +129,7 @@ def keeps_rows(render: Render, role: str, *, after_reasoning: bool) -> bool:
     of_role = [messages for messages in rounds if messages[1]["role"] == role]
     histories = [[], *of_role, *(messages * 3 for messages in of_role)]
     tools = [_TOOL] if role == "tool" else []
-    starts: list[list[Message]] = [[_USER], [{"role": "system", "content": "be"}, _USER]]
+    starts: list[list[Message]] = [[_USER], [_SYSTEM, _USER]]
     return all(
         _extends(render, [*start, *history], added, tools)
         for start, history, added in product(starts, histories, of_role)
@@ -166,6 +187,7 @@ def _holds(render: Render, probe: _Probe) -> bool:
     return addition is not None and whole == before + addition
 
 
+_SYSTEM: Message = {"role": "system", "content": "be"}
 _USER: Message = {"role": "user", "content": "ask"}
 _RESULT: Message = {"role": "tool", "content": "found", "tool_call_id": "c"}
 _CALLS = [tool_call("c", "find", {"x": 1})]
@@ -205,9 +227,7 @@ def _make_following(answer: Message) -> list[Message]:
 
 
 def _probe(history: list[Message], added: list[Message]) -> _Probe:
-    start: list[Message] = [_USER]
-    if len(history) % 3:
-        start = [{"role": "system", "content": "be"}, _USER]
+    start: list[Message] = [_SYSTEM, _USER] if len(history) % 3 else [_USER]
     has_calls = any("tool_calls" in message for message in [*history, *added])
     tools = [_TOOL] if has_calls else []
     return [*start, *history], added, tools

@@ -146,7 +146,7 @@ def _find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], pa
     shapes = {name: (tuple(got), tuple(wanted)) for name, got, wanted in found.mismatched_keys}
     misshapen = {name: shapes[name] for name in _in_order(shapes)}
     lack = Lack(str(shape["model_type"]), num_needed, _in_order(missing), misshapen)
-    return {"lack": asdict(lack), "parameters": _count(shape)}
+    return {"lack": asdict(lack), "parameters": count_needed(shape)}
 
 
 def find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> Lack:

@@ -31,6 +31,7 @@ from tests.bench.ages import age
 from tests.bench.commands import sf
 from tests.bench.dataplane.planes import ServedPlane, running_app
 from tests.bench.runs import commit, configure, pretend
+from tests.properties import examples
 from tests.sf_core.reports.test_tables import trajectory
 
 
@@ -124,7 +125,7 @@ def test_of_large_versions_the_newest_and_every_tenth_stay(
     assert gone == {run.weights_dir(version) for version in range(1, 11) if version != 10}
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     keep=st.integers(1, 4),
     every=st.integers(1, 12),

@@ -91,7 +91,8 @@ def test_workers_are_awaited_while_their_scheduler_is_young(
 def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(
     worker_bench: WorkerBench,
 ) -> None:
-    process = worker_bench.sf_worker("t1", "--tags", "train", "--device-kind", "h100", "--threads", "3")
+    arguments = ("--tags", "train", "--device-kind", "h100", "--threads", "3")
+    process = worker_bench.sf_worker("t1", *arguments, OMP_WAIT_POLICY="ACTIVE")
     before = worker_bench.await_worker(process)
     await_nanny(worker_bench, "t1")
     end(tasks_process(process))

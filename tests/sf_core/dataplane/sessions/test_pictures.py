@@ -24,6 +24,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.types import PictureSpan
 from tests.bench.dataplane.conversations import Record, check, family, shown, state_of, user
+from tests.properties import examples
 
 WORDS = ("the quick", "brown fox", "naïve café", "42 and 30")
 SIZES = {"red": (28, 56), "blue": (28, 56), "wide": (28, 84), "tall": (84, 28), "dot": (28, 28)}
@@ -160,7 +161,7 @@ class Shown(RuleBasedStateMachine):
 
 TestShown = Shown.TestCase
 TestShown.settings = settings(
-    max_examples=60, stateful_step_count=14, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=14, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -217,7 +218,7 @@ def spelled_conversations(draw: st.DrawFn) -> tuple[list[Message], list[Any]]:
     return [*start, *(message for one in rounds for message in one)], tools
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(given=spelled_conversations())
 def test_no_text_of_any_role_shows_a_picture_or_is_refused(given: tuple[list[Message], list[Any]]) -> None:
     messages, tools = given
@@ -231,7 +232,7 @@ def test_no_text_of_any_role_shows_a_picture_or_is_refused(given: tuple[list[Mes
     assert prompt.messages == messages, "what was sent is what is recorded"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_a_session_goes_on_whatever_its_policy_and_its_tools_spell(data: st.DataObject) -> None:
     seeing = family("qwen2_5_vl")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from sf_core.dataplane.chat.renderer import Renderer
 from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app, say
 from tests.patience import join, patience, wait_until
+from tests.properties import examples
 
 TEXT = "naïve 数学 <STOP> übergröße 楽しい"
 
@@ -129,7 +130,9 @@ def test_an_answer_cut_at_any_token_is_the_same(
         assert num_moves == 1
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     cuts=st.lists(st.integers(0, 6), min_size=2, max_size=5),
     options=st.sampled_from(OPTIONS),

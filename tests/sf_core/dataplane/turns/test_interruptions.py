@@ -23,6 +23,7 @@ from storage.tables.schema import Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.planes import RecordingEngine, ServedPlane, operator_client, running_app
 from tests.patience import join, patience, wait_until
+from tests.properties import examples
 
 BUDGET = 48
 STOP = 1  # <|im_end|> of the test tokenizer
@@ -148,7 +149,7 @@ run_numbers = itertools.count()
 DISTURBANCES = ["revoke", "kill", "update", "freeze", "evacuate", "evacuate_one", "drain"]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     disturbances=st.lists(st.sampled_from(DISTURBANCES), max_size=6),
     conversations=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=2, max_size=2),

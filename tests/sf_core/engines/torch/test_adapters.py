@@ -37,6 +37,8 @@ OTHER = "qwen3-moe"
 
 @pytest.mark.parametrize("kind", [LEAN, pytest.param(OTHER, marks=pytest.mark.nightly)])
 class TestContract(AdapterEngineTests, GrammarEngineTests):
+    num_sequences = examples(20)
+
     @pytest.fixture(autouse=True)
     def _of(self, adapter_folders: AdapterFolders, kind: str) -> None:
         self.adapters = adapter_folders

@@ -58,6 +58,7 @@ def take(engine: TorchEngine, folder: str, version: int) -> list[Chunk]:
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 class TestContract(GrammarEngineTests):
     num_at_once = 40
+    num_sequences = examples(20)
 
     @pytest.fixture(autouse=True)
     def _of(self, model_folders: ModelFolders, kind: str) -> None:
@@ -248,9 +249,12 @@ def test_an_engine_of_published_weights_reads_no_others(
     shutil.copytree(model_folders(kind, 0), start)
     config = RunConfig.model_validate({"engine": {"max_running": 2, "context_length": 100}})
     engine = make_engine(config, str(start), WorkerDevice())
-    r = request("r", prompts(9)[0])
+    r = request("r", prompts(9)[0], 12)
+    of_start = alone(model_folders(kind, 0), r)
+    of_published = alone(model_folders(kind, 1), r)
+    assert of_start != of_published
     take(engine, str(start), 0)
-    assert generate(engine, [r])["r"] == alone(model_folders(kind, 0), r)
+    assert generate(engine, [r])["r"] == of_start
     engine.rest()
     (start / "model.safetensors").unlink()
     published = tmp_path / "v00007"
@@ -259,9 +263,9 @@ def test_an_engine_of_published_weights_reads_no_others(
     for used in (engine, make_engine(config, str(start), WorkerDevice())):
         assert used.version is None
         take(used, str(published), 7)
-        assert generate(used, [r])["r"] == alone(model_folders(kind, 1), r)
+        assert generate(used, [r])["r"] == of_published
         take(used, model_folders(kind, 0), 8)
-        assert generate(used, [r])["r"] == alone(model_folders(kind, 0), r)
+        assert generate(used, [r])["r"] == of_start
 
 
 def test_an_engine_does_not_serve_weights_that_are_not_all_there(
@@ -370,12 +374,13 @@ def test_weights_in_use_do_not_change_with_the_file_that_they_came_from(
     r = request("r", prompts(9)[0])
     shutil.copy(f"{model_folders(kind)}/model.safetensors", file)
     engine = TorchEngine(model_folders(kind), max_running=2, context_length=100)
+    expected = alone(model_folders(kind), r)
     for version in (0, 1):
         take(engine, str(tmp_path), version)
         with file.open("rb+") as opened:
             opened.seek(file.stat().st_size // 2)
             opened.write(bytes(file.stat().st_size // 4))
-        assert generate(engine, [r])["r"] == alone(model_folders(kind), r)
+        assert generate(engine, [r])["r"] == expected
         shutil.copy(f"{model_folders(kind)}/model.safetensors", file)
 
 

@@ -26,6 +26,7 @@ from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.models.adapter import Adapter, name_factor
 from sf_core.types import Chunk, WeightsRef
 from storage.tensors.weights import ADAPTER_NAME, save_adapter, save_weights
+from tests.properties import examples
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm, fake_vllm, next_token
 from tests.sf_core.engines.vllm.running_server import RunningServer
 
@@ -60,6 +61,7 @@ def fake() -> Iterator[FakeVllm]:
 class ServingTests(EngineTests):
     num_tokens = 200
     """So many that some are left when a test interrupts."""
+    num_sequences = examples(20)
 
     @pytest.fixture(autouse=True)
     def _of(self, fake: FakeVllm, versions: Path) -> Iterator[None]:
@@ -156,7 +158,7 @@ class ServingTests(EngineTests):
     def test_any_sequence_of_weights_and_refusals_leaves_an_engine_that_serves(self) -> None:
         rng = random.Random(1)
         with self.serve() as engine:
-            for _ in range(25):
+            for _ in range(examples(25)):
                 engine.submit(self.request("r", stream=True))
                 chunks: list[Chunk] = []
                 for _ in range(rng.randrange(2, 12)):

@@ -23,6 +23,7 @@ from sf_core.environments.repositories.patches import ATTEMPTS, cut, fits
 from sf_core.environments.repositories.scoring import STEERING, _put_back
 from tests.bench.repositories import MakeRepositories, score
 from tests.bench.sandboxes import inside, need_sandbox
+from tests.properties import examples
 
 
 @pytest.fixture
@@ -238,7 +239,7 @@ TEXTS = st.lists(
 ).map(lambda lines: "".join(f"{line}\n" for line in lines))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(files=st.dictionaries(NAMES, st.tuples(TEXTS, TEXTS), min_size=1, max_size=5), data=st.data())
 def test_a_cut_takes_the_parts_of_protected_files_and_no_others(
     files: dict[str, tuple[str, str]], data: st.DataObject

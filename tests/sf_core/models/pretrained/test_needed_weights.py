@@ -24,6 +24,7 @@ from tests.bench.commands import sf
 from tests.bench.engines.families import FAMILIES, small_config
 from tests.bench.engines.model_folders import CONFIGS, ModelFolders
 from tests.bench.training.pictures import seeing_policy
+from tests.properties import examples
 from tests.sf_core.models.pretrained.gguf_files import small_llama, write_gguf
 
 Shapes = dict[str, tuple[int, ...]]
@@ -66,7 +67,7 @@ def test_a_whole_folder_lacks_nothing_and_each_tensor_is_missed(stored: Stored, 
     )
 
     @given(st.sampled_from(sorted(shapes)))
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=examples(12), deadline=None)
     def check(name: str) -> None:
         fewer = {n: s for n, s in shapes.items() if n != name}
         assert find_lack(shape, fewer), name

@@ -21,6 +21,7 @@ from sf_core.surroundings import ROOT
 from storage.files import write_atomic
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.runs import commit, configure
+from tests.properties import examples
 from tests.sf_core.reports.evaluations.test_comparison import Rewards, measure
 
 OF_THE_BASE = "---\nlicense: other\nlicense_name: qwen-research\nlicense_link: LICENSE\n---\n# Base\n"
@@ -144,7 +145,7 @@ def test_a_run_ends_well_whose_versions_cannot_be_compared(empty_run: RunDirecto
     assert "The first and the last version have no stored answers to the same" in card_of(empty_run)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.text(), st.text(min_size=1), st.integers(0))
 def test_every_change_of_a_card_is_seen(text: str, added: str, place: int) -> None:
     card = sign(text)
