@@ -158,7 +158,7 @@ class Flow(Served):
             done += [*manifest.data["groups"], *map(int, manifest.data["rejected"])]
         await self.begin_attempt(iteration=iteration, version=iteration, done_groups=sorted(done))
 
-    async def choose(self, curriculum: Any = None) -> None:
+    async def choose(self) -> None:
         """A later attempt begins to choose, and another one ends that."""
         chosen = self.spec["rollout"].get("curriculum") is not None
         # under another gate, compacted, the end of a group would be judged anew
