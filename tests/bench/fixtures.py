@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tests.bench.canned_model import CannedModel
     from tests.bench.dataplane.planes import ServedPlane
     from tests.bench.dataplane.restarts import Restarts
+    from tests.bench.dataplane.run_driver import Driver
     from tests.bench.engines.adapter_folders import AdapterFolders
     from tests.bench.engines.model_folders import ModelFolders
     from tests.bench.training.gang import Member
@@ -175,6 +176,15 @@ def restarts(tmp_path: Path, model_dir: str) -> Iterator[Restarts]:
         join(thread)
     restarts.kill()
     restarts.plane.http.close()
+
+
+@pytest.fixture
+async def driver(tmp_path: Path, model_dir: str, renderer: Renderer) -> AsyncIterator[Driver]:
+    """All who work on one run, which the test registers. In the end a restart has to find it as it is."""
+    from tests.bench.dataplane.run_driver import driving
+
+    async with driving(model_dir, renderer, tmp_path) as driver:
+        yield driver
 
 
 # --- runs

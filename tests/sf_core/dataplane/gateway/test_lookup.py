@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.keys import Caller, Keys
 from sf_core.dataplane.gateway.lookup import Lookup
 from sf_core.dataplane.runs.run import ServedRun
-from tests.sf_core.dataplane.runs.test_run import make_run
+from tests.bench.dataplane.run_driver import Driver
 
 REQUEST = {"type": "http", "path": "/v1/chat/completions", "headers": []}
 STRANGER = Caller.of(REQUEST, Keys("operator's key", welcomes_strangers=True))
@@ -22,12 +19,12 @@ def serving(runs: dict[str, ServedRun], model: str) -> str:
     return run.spec.run_id
 
 
-def test_a_request_without_a_session_goes_to_the_newest_run_that_is_not_over(
-    tmp_path: Path, renderer: Renderer
-) -> None:
+async def test_a_request_without_a_session_goes_to_the_newest_run_that_is_not_over(driver: Driver) -> None:
     names = ["first", "second", "third"]
-    runs = {name: make_run(tmp_path / name, renderer, run_id=name) for name in names}
-    runs["other"] = make_run(tmp_path / "other", renderer, run_id="other", served_model="other")
+    for name in names:
+        await driver.register(run_id=name)
+    await driver.register(run_id="other", served_model="other")
+    runs = driver.plane.runs
     assert serving(runs, "policy") == "third"
     runs["third"].release()
     assert serving(runs, "policy") == "second"

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
-from sf_core.dataplane.bodies import Spent
+from sf_core.dataplane.bodies import ClaimBody, Spent
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.dataplane.runs import claiming
 from sf_core.dataplane.runs.runners import Effort
+from sf_core.dataplane.sessions.session import Session
 from sf_core.types import Endpoint, GenerationRequest, Sampling, Task, WeightsRef
 from tests.bench.dataplane.planes import ServedPlane, converse, finish, say
-from tests.bench.dataplane.restarts import Restarts
+from tests.bench.dataplane.run_driver import Driver
 from tests.bench.runners import make_runner, run_until_ready
 from tests.e2e.echo_package import agent
 
@@ -81,19 +83,20 @@ def test_a_runner_that_begins_anew_under_its_name_begins_at_nothing() -> None:
     assert sums(1).since(sums(3)) == sums(1)
 
 
-def test_a_data_plane_that_starts_again_counts_nothing_that_was_spent_before(
-    restarts: Restarts, renderer: Renderer
-) -> None:
-    restarts.plane.register(group_size=1, groups_per_batch=1)
-    restarts.plane.connect(lambda prompt, seed: say(renderer, "42"))
-    claim(restarts.plane, 0)
-    [session] = claim(restarts.plane, 1, cpu_s=5.0)
-    restarts.restart()
-    claim(restarts.plane, 0, cpu_s=6.0)
-    converse(restarts.plane, session, 1, streamed=False)
-    finish(restarts.plane, session)
-    claim(restarts.plane, 0, cpu_s=6.5, num_ended=1)
-    sealed = restarts.plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+async def test_a_data_plane_that_starts_again_counts_nothing_that_was_spent_before(driver: Driver) -> None:
+    await driver.register(group_size=1, groups_per_batch=1, gate="all")
+
+    async def claim(most: int, **spent: float) -> list[Session]:
+        body = ClaimBody(runner="a0:l1", max=most, spent=Spent(**spent))
+        return (await claiming.claim(driver.run, body))[0]
+
+    await claim(0)
+    [session] = await claim(1, cpu_s=5.0)
+    await driver.restart()
+    await claim(0, cpu_s=6.0)
+    await driver.end(driver.run.sessions[session.session_id])
+    await claim(0, cpu_s=6.5, num_ended=1)
+    sealed = await driver.seal_batch(0)
     assert sealed["runners"] == {"a0:l1": {"cpu_s": 0.5, "busy_s": 0.0, "num_ended": 1}}
 
 
@@ -144,31 +147,28 @@ def test_requests_shorter_than_the_time_between_two_looks_are_counted(clock: lis
     assert effort.take([])["engines_free"] == 0.25
 
 
-def test_an_engine_counts_no_time_before_its_weights_nor_of_a_pause_nor_after_it_was_told_to_leave(
+async def test_an_engine_counts_no_time_before_its_weights_nor_of_a_pause_nor_after_it_was_told_to_leave(
     clock: list[float],
 ) -> None:
-    async def share() -> object:
-        router = Router(WeightsRef(0, ""), Limits(8, 60.0, 60.0))
-        effort = Effort()
-        begun = engine(None)
-        router.add(begun)
-        clock[0] += 8.0
-        router.confirm(begun, 0)
-        clock[0] += 1.0
-        ask(begun, "r")
-        clock[0] += 3.0
-        pause = asyncio.create_task(router.pause("freeze"))
-        await asyncio.sleep(0)
-        router.confirm_pause(begun)
-        await pause
-        clock[0] += 16.0
-        router.resume()
-        begun.drop("r")
-        router.drain(begun, "it trains")
-        clock[0] += 32.0
-        return effort.take([begun])["engines_free"]
-
-    assert asyncio.run(share()) == 0.25
+    router = Router(WeightsRef(0, ""), Limits(8, 60.0, 60.0))
+    effort = Effort()
+    begun = engine(None)
+    router.add(begun)
+    clock[0] += 8.0
+    router.confirm(begun, 0)
+    clock[0] += 1.0
+    ask(begun, "r")
+    clock[0] += 3.0
+    pause = asyncio.create_task(router.pause("freeze"))
+    await asyncio.sleep(0)
+    router.confirm_pause(begun)
+    await pause
+    clock[0] += 16.0
+    router.resume()
+    begun.drop("r")
+    router.drain(begun, "it trains")
+    clock[0] += 32.0
+    assert effort.take([begun])["engines_free"] == 0.25
 
 
 def test_efforts_add_up() -> None:

@@ -13,7 +13,6 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs.results import MAX_OPENED_ENDS, Ends, digest_of
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from tests.bench.dataplane.planes import ServedPlane, say
-from tests.bench.dataplane.restarts import Restarts
 from tests.patience import wait_until
 
 FINISHED = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "test"}
@@ -118,14 +117,6 @@ def test_a_report_of_a_session_whose_time_is_over_is_counted(
     # 503 until the end is on disk
     wait_until(lambda: send(served_plane, claim, FINISHED)[0] == 404)
     assert counters(served_plane) == {"late_reports": 1, "refused_reports": 0}
-
-
-def test_a_restart_remembers_which_report_ended_a_session(restarts: Restarts, renderer: Renderer) -> None:
-    claim = answered_claim(restarts.plane, renderer)
-    assert send(restarts.plane, claim, FINISHED)[0] == 200
-    restarts.restart()
-    assert send(restarts.plane, claim, FINISHED)[0] == 200
-    assert send(restarts.plane, claim, {**FINISHED, "reward": 2.0})[0] == 409
 
 
 def test_an_opened_session_is_finished_again_without_an_error(

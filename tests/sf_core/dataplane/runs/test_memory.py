@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.bodies import ClaimBody
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, work_of
-from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import claiming, decide
 from tests.bench.dataplane.planes import attended, finish, running_app
-from tests.bench.dataplane.run_driver import Driver
+from tests.bench.dataplane.run_driver import Driver, driving
 from tests.patience import patience
 from tests.sf_core.dataplane.gateway.test_observed import figures
 
@@ -32,41 +29,22 @@ NOTHING = 0.001 * KB
 REASON = "of 0.0 MB held, so groups start one at a time: raise --memory-mb"
 
 
-class NarrowDriver(Driver):
-    """Flow and agent runner of a run in a data plane with little memory."""
-
-    def __init__(self, folder: Path, model_dir: str, renderer: Renderer, memory_mb: float) -> None:
-        super().__init__(folder, model_dir, renderer)
-        self.plane = DataPlane(DataplaneOptions(str(folder / "narrow"), memory_mb=memory_mb))
-        self.memory_mb = memory_mb
-
-    async def restart(self) -> None:
-        await self.plane.close()
-        self.plane = DataPlane(DataplaneOptions(str(self.folder / "narrow"), memory_mb=self.memory_mb))
-        await self.plane.reopen()
-
-    @property
-    def num_begun(self) -> int:
-        """Number of groups begun that are not complete."""
-        return sum(not group.is_complete for group in self.run.state.ledger.groups.values())
-
-    def check(self, num_begun: int, was_full: bool) -> None:
-        """The account is exact, and full memory lets no group begin beside another one."""
-        run = self.run
-        memory = self.plane.memory
-        items = [
-            *run.sessions.values(),
-            *run.state.results.by_place.values(),
-            *run.state.results.opened.values(),
-        ]
-        for session in run.sessions.values():
-            memory.weigh(session)
-        assert memory.num_bytes == sum(item.num_bytes for item in items)
-        if was_full:
-            assert self.num_begun <= max(num_begun, 1)
+def count_begun(driver: Driver) -> int:
+    """Number of groups begun that are not complete."""
+    return sum(not group.is_complete for group in driver.ledger.groups.values())
 
 
-@settings(max_examples=30, deadline=None)
+def check_account(driver: Driver) -> None:
+    """The account of what is held is exact."""
+    state = driver.run.state
+    results = [*state.results.by_place.values(), *state.results.opened.values()]
+    for session in state.sessions.values():
+        state.memory.weigh(session)
+    held = [*state.sessions.values(), *results]
+    assert driver.plane.memory.num_bytes == sum(item.num_bytes for item in held)
+
+
+@settings(max_examples=30)
 @given(
     bound_kb=st.sampled_from([0.001, 10, 20, 40]),
     operations=st.lists(
@@ -76,97 +54,73 @@ class NarrowDriver(Driver):
         max_size=40,
     ),
 )
-def test_above_the_bound_is_only_what_groups_that_have_begun_add(
+async def test_above_the_bound_is_only_what_groups_that_have_begun_add(
     model_dir: str, renderer: Renderer, bound_kb: float, operations: list[str]
 ) -> None:
-    async def scenario(folder: Path) -> None:
-        driver = NarrowDriver(folder, model_dir, renderer, bound_kb * KB)
+    async with driving(model_dir, renderer) as driver:
+        await driver.move("narrow", memory_mb=bound_kb * KB)
         await driver.register()
         for operation in operations:
-            begun = driver.num_begun
+            num_begun = count_begun(driver)
             was_full = driver.plane.memory.is_full
-            await getattr(driver, operation)()
-            # results may free memory and sessions fill it within one of these
-            driver.check(begun, was_full and operation in ("claim", "finish", "fail", "lose"))
-        await driver.plane.close()
-
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(scenario(Path(folder)))
+            await driver.do(operation)
+            check_account(driver)
+            # results may free memory and sessions fill it within one of the others
+            if was_full and operation in ("claim", "finish", "fail", "lose"):
+                assert count_begun(driver) <= max(num_begun, 1)
 
 
-def test_a_run_without_room_finishes_its_batches_and_says_why_it_is_slow(
-    tmp_path: Path, model_dir: str, renderer: Renderer
+async def test_a_run_without_room_finishes_its_batches_and_says_why_it_is_slow(driver: Driver) -> None:
+    await driver.move("narrow", memory_mb=NOTHING)
+    await driver.register(gate="all", groups_per_batch=3)
+    await driver.evaluate()
+    manager = driver.ledger
+    while manager.next_batch < 3:
+        batch = manager.next_batch
+        while not decide.readiness(manager, batch).ready:
+            await driver.claim()
+            assert count_begun(driver) <= 1 or not driver.plane.memory.is_full
+            assert REASON in batch_status(driver.run, batch)["waiting_for"]
+            await driver.finish()
+        assert batch_status(driver.run, batch)["waiting_for"] == ""
+        await driver.do("seal", "publish")
+    assert manager.evaluations[0].is_complete
+
+
+async def test_members_of_groups_that_have_begun_and_held_out_sessions_are_given_out_all_the_same(
+    driver: Driver,
 ) -> None:
-    async def scenario() -> None:
-        driver = NarrowDriver(tmp_path, model_dir, renderer, NOTHING)
-        await driver.register(gate="all", groups_per_batch=3)
-        await driver.evaluate()
-        manager = driver.run.state.ledger
-        while manager.next_batch < 3:
-            batch = manager.next_batch
-            while not decide.readiness(manager, batch).ready:
-                await driver.claim()
-                assert driver.num_begun <= 1 or not driver.plane.memory.is_full
-                assert REASON in batch_status(driver.run, batch)["waiting_for"]
-                await driver.finish()
-            assert batch_status(driver.run, batch)["waiting_for"] == ""
-            await driver.seal()
-            await driver.publish()
-        assert manager.evaluations[0].is_complete
-        await driver.plane.close()
-
-    asyncio.run(scenario())
+    await driver.move("narrow", memory_mb=NOTHING)
+    await driver.register()
+    first = await driver.claimed("a", 1)
+    assert driver.plane.memory.is_full
+    assert work_of(driver.run)["agent"] == 2, "no more runners are asked for than the group needs"
+    others = await driver.claimed("b", 10)
+    assert [s.claim.place for s in (*first, *others) if s.claim] == [("train", 0, 0), ("train", 0, 1)]
+    await driver.evaluate(3)
+    held_out = await driver.claimed("b", 10, others[0].session_id)
+    assert [s.claim.place for s in held_out if s.claim] == [("holdout", 0, task) for task in range(3)]
+    group = driver.ledger.evaluations[0]
+    assert "memory" not in evaluation_status(driver.run, group)["waiting_for"]
 
 
-def test_members_of_groups_that_have_begun_and_held_out_sessions_are_given_out_all_the_same(
-    tmp_path: Path, model_dir: str, renderer: Renderer
+async def test_a_claim_that_waits_for_memory_is_answered_when_another_run_gives_some_back(
+    driver: Driver,
 ) -> None:
-    async def scenario() -> None:
-        driver = NarrowDriver(tmp_path, model_dir, renderer, NOTHING)
-        await driver.register()
-        first, _ = await claiming.claim(driver.run, ClaimBody(runner="a1", max=1))
-        assert driver.plane.memory.is_full
-        assert work_of(driver.run)["agent"] == 2, "no more runners are asked for than the group needs"
-        others, _ = await claiming.claim(driver.run, ClaimBody(runner="a2", max=10))
-        assert [s.claim.place for s in (*first, *others) if s.claim] == [("train", 0, 0), ("train", 0, 1)]
-        await driver.run.start_evaluation(0, 3)
-        held_out, _ = await claiming.claim(
-            driver.run, ClaimBody(runner="a2", max=10, running=[others[0].session_id])
-        )
-        assert [session.claim.place for session in held_out if session.claim] == [
-            ("holdout", 0, task) for task in range(3)
-        ]
-        group = driver.run.state.ledger.evaluations[0]
-        assert "memory" not in evaluation_status(driver.run, group)["waiting_for"]
-        await driver.plane.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_claim_that_waits_for_memory_is_answered_when_another_run_gives_some_back(
-    tmp_path: Path, model_dir: str, renderer: Renderer
-) -> None:
-    async def scenario() -> None:
-        driver = NarrowDriver(tmp_path, model_dir, renderer, 4 * KB)
-        await driver.register(run_id="other", group_size=4)
-        other = driver.plane.runs["other"]
-        await driver.register(run_id="run", group_size=1)
-        [first], _ = await claiming.claim(driver.run, ClaimBody(runner="a1", max=1))
-        await claiming.claim(other, ClaimBody(runner="a", max=4))
-        assert driver.plane.memory.is_full
-        waiting = asyncio.ensure_future(
-            claiming.claim(
-                driver.run, ClaimBody(runner="a1", max=9, wait_s=600.0, running=[first.session_id])
-            )
-        )
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        other.release()
-        sessions, _ = await asyncio.wait_for(waiting, patience())
-        assert sessions
-        await driver.plane.close()
-
-    asyncio.run(scenario())
+    await driver.move("narrow", memory_mb=4 * KB)
+    await driver.register(run_id="other", run_dir=str(driver.folder / "other"), group_size=4)
+    other = driver.plane.runs["other"]
+    await driver.register(run_id="run", run_dir=str(driver.folder / "run"), group_size=1)
+    [first] = await driver.claimed("a", 1)
+    await claiming.claim(other, ClaimBody(runner="a", max=4))
+    assert driver.plane.memory.is_full
+    body = ClaimBody(runner=driver.runner, max=9, wait_s=600.0, running=[first.session_id])
+    waiting = asyncio.ensure_future(claiming.claim(driver.run, body))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    other.release()
+    sessions, _ = await asyncio.wait_for(waiting, patience())
+    assert sessions
 
 
 def test_sessions_from_outside_are_refused_until_there_is_room(

@@ -149,26 +149,6 @@ def post_chat(
     return dict(response.json())
 
 
-def test_an_answer_survives_a_restart_with_what_its_agent_wrote(restarts: Restarts) -> None:
-    plane = restarts.plane
-    plane.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=8)
-    plane.connect(script)
-    scorer = {"runner": "w0", "max": 1, "work": "reward"}
-    plane.post("/runs/run/claim", scorer)
-    [claim] = plane.claim()
-    post_chat(plane, claim)
-    answered = {"session_id": claim["session_id"], "status": "answered", "answer": '"42"', "output": "log"}
-    plane.post("/runs/run/finished", {"sessions": [answered]})
-    restarts.restart()
-    [given] = plane.post("/runs/run/claim", scorer)["sessions"]
-    assert (given["session_id"], given["answer"]) == (claim["session_id"], '"42"')
-    report = {"session_id": claim["session_id"], "status": "finished", "reward": 1.0}
-    plane.post("/runs/run/finished", {"sessions": [report]})
-    [file] = plane.post("/runs/run/batches/0/seal", {"attempt": 1})["files"]
-    [row] = to_rows(read_trajectories(str(restarts.folder / "run" / file["uri"])))
-    assert row.output == "log"
-
-
 def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(restarts: Restarts) -> None:
     plane = restarts.plane
     client = plane.client
@@ -245,34 +225,3 @@ def insist(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Respons
             assert answer.status_code == 200, answer.text
             return answer
         threading.Event().wait(0.05)
-
-
-def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(restarts: Restarts) -> None:
-    plane = restarts.plane
-    plane.register(group_size=3, groups_per_batch=1, max_tokens=8, session_attempts=3)
-    plane.connect(script)
-    failing, lost, overlong = plane.claim(3)
-    for claim in (failing, lost, overlong):
-        post_chat(plane, claim)
-    plane.post(f"/sessions/{failing['session_id']}/finish", {"status": "failed", "error": "KeyError: x"})
-    path = f"/sessions/{overlong['session_id']}"
-    long = {"model": "policy", "messages": [{"role": "user", "content": "the " * 3000}]}
-    assert plane.http.post(path + "/v1/chat/completions", json=long).status_code == 400
-    running = [overlong["session_id"]]
-    named = {overlong["session_id"]: {"task_id": "t", "environment": "test"}}
-    plane.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
-
-    restarts.restart()
-    wait_until(lambda: bool(plane.live_engines()))
-    again, found = plane.claim(2, running=running)
-    assert [claim["session_id"] for claim in (again, found)] == ["run.g0.0.a1", "run.g0.1.a1"]
-    for claim in (again, found):
-        post_chat(plane, claim)
-        finish(plane, claim)
-    seeds = [request.sampling.seed for request in plane.asked]
-    assert seeds[3:] == [derive_seed(7, ("train", 0, 0), 0, 0, draw=1), seeds[1]]
-    plane.post(path + "/finish", {"status": "failed", "error": "the agent raised"})
-    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
-    rows = to_rows(read_trajectories(str(Path(restarts.folder, "run", sealed["files"][0]["uri"]))))
-    assert (rows[2].status, rows[2].task_id, rows[2].environment) == ("context_overflow", "t", "test")
-    assert sealed["failures"] == {"context_overflow": 1}

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from openai import OpenAI
 
 from sf_core import waits
-from sf_core.dataplane.bodies import ClaimBody, RunSpec
+from sf_core.dataplane.bodies import ClaimBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.dataplane.control.plane import sweep_run
-from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs import claiming
-from sf_core.dataplane.runs.recovery import begin_attempt
-from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.runs.state import RunState
-from sf_core.dataplane.sessions.memory import Memory
 from sf_core.engines import wire
 from sf_core.engines.scripted import scripted_logprob
 from storage.tables.trajectories import read_trajectories
-from tests.bench.dataplane.planes import ServedPlane, operator_client, running_process, say
-from tests.bench.dataplane.specs import SPEC, changed
+from tests.bench.dataplane.planes import ServedPlane, say
+from tests.bench.dataplane.run_driver import Driver
 from tests.patience import join, patience, wait_until
 
 
@@ -253,16 +245,6 @@ def test_a_new_attempt_keeps_finished_sessions_and_fences_the_old_one(
     assert seal(answering_plane, 0, attempt=3)["groups"] == [0, 1]
 
 
-def test_a_run_taken_back_to_an_earlier_batch_starts_over_from_there(answering_plane: ServedPlane) -> None:
-    for batch in range(3):
-        for claim in answering_plane.claim(4):
-            work(answering_plane, claim)
-        seal(answering_plane, batch)
-        answering_plane.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
-    answering_plane.register(attempt=2, iteration=1, version=1, done_groups=[0, 1])
-    assert answering_plane.claim(1, runner="a1")[0]["group"] == 2
-
-
 def test_release_sends_everyone_home(answering_plane: ServedPlane) -> None:
     [claim] = answering_plane.claim(1)
     answering_plane.post("/runs/run/release")
@@ -333,110 +315,48 @@ def test_bad_control_calls_get_a_sentence(answering_plane: ServedPlane) -> None:
     assert answering_plane.http.get("/runs/run/batches/0?wait_s=soon").status_code == 400
 
 
-def test_killed_and_started_again_it_still_has_every_finished_session(
-    tmp_path: Path, model_dir: str, renderer: Renderer
+async def test_a_silent_runner_loses_its_sessions(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    await driver.register()
+    await driver.claim()
+    await sweep_run(driver.run, 1.0)
+    assert len(driver.run.sessions) == 3
+    monkeypatch.setattr(claiming, "RUNNER_SILENCE_S", -1.0)
+    await sweep_run(driver.run, 1.0)
+    assert driver.run.sessions == {}
+    [session] = await driver.claimed("b", 1)
+    assert session.session_id == "run.g0.0.a1"
+
+
+async def test_a_runner_of_an_earlier_attempt_is_sent_home_however_long_it_was_silent(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Invariant 9: what was acknowledged is on disk. Engines come back by themselves."""
-    with (
-        running_process(tmp_path / "port", port=0) as url,
-        operator_client(url) as http,
-    ):
-        before = ServedPlane(url, http, tmp_path, model_dir)
-        before.register()
-        before.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
-        before.post("/runs/run/evaluations/0", {"num_tasks": 2})
-        claims = before.claim(8)
-        running = [claim["session_id"] for claim in claims]
-        work(before, claims[0], reward=0.5)
-        for claim in claims[2:5]:
-            work(before, claim, reward=0.25)
-        fail(before, claims[6])
-        fail(before, before.claim(1, running=running)[0])
-
-    port = int(url.rsplit(":", 1)[1])
-    with (
-        running_process(tmp_path / "port", port) as url,
-        operator_client(url) as http,
-    ):
-        after = ServedPlane(url, http, tmp_path, model_dir)
-        after.register()
-        wait_until(lambda: bool(after.live_engines()))
-        after.post("/runs/run/evaluations/0", {"num_tasks": 2})
-        claims = after.claim(4)
-        names = ["run.e0.1.a1", "run.g1.1.a1", "run.g3.0.a0", "run.g3.1.a0"]
-        assert [claim["session_id"] for claim in claims] == names
-        work(after, claims[0], reward=0.5)
-        work(after, claims[1], reward=0.25)
-        sealed = seal(after, 0)
-        assert (sealed["groups"], sealed["rejected"]) == ([0, 1], {"2": "agent_error"})
-        assert sealed["reward_mean"] == 0.25
-        assert after.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
-        after.post("/runs/run/release")
-        join(before.threads[0])
-        assert before.reasons == {"r0": "released"}
+    await driver.register()
+    old = ClaimBody(runner="a0", max=1, attempt=1)
+    sessions, released = await claiming.claim(driver.run, old)
+    assert (len(sessions), released) == (1, False)
+    monkeypatch.setattr(claiming, "RUNNER_SILENCE_S", -1.0)
+    await sweep_run(driver.run, 1.0)
+    await driver.begin_attempt()
+    assert await claiming.claim(driver.run, old) == ([], True)
 
 
-def make_run(tmp_path: Path, renderer: Renderer, **changes: Any) -> ServedRun:
-    folders = {"run_dir": str(tmp_path / "run"), "model_dir": "unused"}
-    spec = changed(SPEC, **{"lag_bound": 0} | folders | changes)
-    state = RunState(RunSpec.model_validate(spec), Memory())
-    return ServedRun(state, renderer, Journal(tmp_path / "journal"))
+async def test_a_session_expires_by_the_time_engines_served(driver: Driver) -> None:
+    await driver.register()
+    await driver.claim()
+    await sweep_run(driver.run, 14.0)
+    assert len(driver.run.sessions) == 3, "no engine served, so no time passed for the sessions"
+    driver.run.state.serving_s = 10.5
+    await sweep_run(driver.run, 0.0)
+    assert driver.run.sessions == {}
+    assert driver.run.state.recent.last_error == "ran longer than 10 s"
 
 
-def test_a_silent_runner_loses_its_sessions(
-    tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        run = make_run(tmp_path, renderer)
-        await claiming.claim(run, ClaimBody(runner="a0", max=2))
-        await sweep_run(run, 1.0)
-        assert len(run.sessions) == 2
-        monkeypatch.setattr(claiming, "RUNNER_SILENCE_S", -1.0)
-        await sweep_run(run, 1.0)
-        assert run.sessions == {}
-        sessions, _ = await claiming.claim(run, ClaimBody(runner="a1", max=1))
-        assert sessions[0].session_id == "run.g0.0.a1"
-
-    asyncio.run(scenario())
-
-
-def test_a_runner_of_an_earlier_attempt_is_sent_home_however_long_it_was_silent(
-    tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        run = make_run(tmp_path, renderer, attempt=1)
-        old = ClaimBody(runner="a0", max=1, attempt=1)
-        sessions, released = await claiming.claim(run, old)
-        assert (len(sessions), released) == (1, False)
-        monkeypatch.setattr(claiming, "RUNNER_SILENCE_S", -1.0)
-        await sweep_run(run, 1.0)
-        await begin_attempt(run, run.spec.model_copy(update={"attempt": 2}))
-        assert await claiming.claim(run, old) == ([], True)
-
-    asyncio.run(scenario())
-
-
-def test_a_session_expires_by_the_time_engines_served(tmp_path: Path, renderer: Renderer) -> None:
-    async def scenario() -> None:
-        run = make_run(tmp_path, renderer)
-        await claiming.claim(run, ClaimBody(runner="a0", max=2))
-        await sweep_run(run, 14.0)
-        assert len(run.sessions) == 2, "no engine served, so no time passed for the sessions"
-        run.state.serving_s = 10.5
-        await sweep_run(run, 0.0)
-        assert run.sessions == {}
-        assert run.state.recent.last_error == "ran longer than 10 s"
-
-    asyncio.run(scenario())
-
-
-def test_batches_have_no_row_twice_and_no_group_twice(answering_plane: ServedPlane) -> None:
-    groups: list[int] = []
-    for batch in range(3):
-        for claim in answering_plane.claim(4):
-            work(answering_plane, claim)
-        sealed = seal(answering_plane, batch)
-        groups += sealed["groups"]
-        answering_plane.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
-        assert sealed["max_lag"] <= 1
-    assert len(groups) == len(np.unique(groups)) == 6
+async def test_failures_of_an_earlier_attempt_are_not_held_against_a_later_one(driver: Driver) -> None:
+    await driver.register()
+    await driver.claim()
+    await driver.report(driver.given_out[0], status="failed", error="KeyError: x")
+    await driver.register()
+    recent = driver.run.state.recent
+    assert (recent.failures_in_a_row, recent.last_error) == (1, "KeyError: x")
+    await driver.begin_attempt()
+    assert (recent.failures_in_a_row, recent.last_error) == (0, "")

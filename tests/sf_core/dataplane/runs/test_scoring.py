@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from sf_core.agents.runner import AgentRunner
-from sf_core.cli.stack.local import free_port
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Task
-from tests.bench.dataplane.planes import ServedPlane, operator_client, running_process, say
-from tests.patience import join, wait_until
+from tests.bench.dataplane.planes import ServedPlane, say
+from tests.patience import wait_until
 
 
 @pytest.fixture
@@ -130,34 +128,6 @@ def test_a_run_that_starts_over_scores_nothing_of_before(scored_plane: ServedPla
     answer_all(scored_plane, claim(scored_plane, "a0", 2))
     scored_plane.register(attempt=2, iteration=3, version=3, done_groups=[0, 1, 2, 3, 4, 5])
     assert sessions(claim(scored_plane, "s1", 5, "reward")) == []
-
-
-def test_a_killed_data_plane_still_has_what_is_to_be_scored(
-    tmp_path: Path, model_dir: str, renderer: Renderer
-) -> None:
-    options = ["--journal-dir", str(tmp_path / "journal")]
-    port = free_port()
-    with (
-        running_process(tmp_path / "port", port, *options) as url,
-        operator_client(url) as http,
-    ):
-        before = ServedPlane(url, http, tmp_path, model_dir)
-        before.register()
-        before.connect(lambda prompt, seed: say(renderer, "answer"))
-        claim(before, "s0", 0, "reward")
-        names = answer_all(before, claim(before, "a0", 4))
-        given = sessions(claim(before, "s0", 1, "reward"))
-    with (
-        running_process(tmp_path / "port", port, *options) as url,
-        operator_client(url) as http,
-    ):
-        after = ServedPlane(url, http, tmp_path, model_dir)
-        after.register()
-        assert sessions(claim(after, "s1", 9, "reward", *given)) == names
-        score(after, names)
-        assert after.post("/runs/run/batches/0/seal", {"attempt": 1})["reward_mean"] == 0.5
-        after.post("/runs/run/release")
-        join(before.threads[0])
 
 
 @dataclass
