@@ -143,34 +143,6 @@ def test_what_decided_and_what_is_not_known_is_said(write: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "arguments", "sentence"),
-    [
-        (
-            {"r0": R0, "t0": BOTH},
-            ["--set", "pipeline=colocated"],
-            "with pipeline colocated, a worker tagged rollout or train needs both of these tags; r0 has",
-        ),
-        ({"r0": R0}, [], "no worker has the tag 'train'; workers: r0 {rollout}, a0 {agent}, c0 {cpu}"),
-        (
-            {"r0": R0, "t0": BOTH},
-            ["--scheduler", "tcp://127.0.0.1:9"],
-            "--scheduler names tcp://127.0.0.1:9, but nothing answers there (",
-        ),
-        ({"r0": R0, "t0": BOTH}, ["--scheduler", "nonsense"], "no Dask scheduler answers at nonsense"),
-    ],
-    ids=["pipeline", "tag", "scheduler", "no-address"],
-)
-def test_a_plan_that_could_not_start_ends_with_one_sentence(
-    write: Any, monkeypatch: pytest.MonkeyPatch, devices: dict[str, Any], arguments: list[str], sentence: str
-) -> None:
-    monkeypatch.setattr("sf_core.scheduling.cluster.ANSWER_S", 1.0)
-    result = CliRunner().invoke(app, ["plan", write(devices), *arguments])
-    assert result.exit_code == 2
-    assert result.output.startswith(f"error: {sentence}")
-    assert len(result.output.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
     ("arguments", "asked"),
     [
         ([], "environment"),

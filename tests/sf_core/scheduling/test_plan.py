@@ -52,33 +52,10 @@ def test_a_pure_trainer_is_preferred_and_never_lent() -> None:
     assert (plan.rollout, plan.trainers, plan.lent) == (("t0",), ("t1",), False)
 
 
-def test_a_missing_tag_is_named_with_what_the_workers_offer() -> None:
-    with pytest.raises(
-        ValueError, match=r"no worker has the tag 'train'; workers: r0 \{rollout\}, x \{agent\}, c0 \{cpu\}"
-    ):
-        make_plan(workers(r0="rollout", x="agent", c0="cpu"), RunConfig())
-
-
-def test_agent_and_cpu_on_one_worker_are_refused() -> None:
-    with pytest.raises(ValueError, match="has both tags `agent` and `cpu`"):
-        make_plan(workers(t0="rollout train", x="agent cpu"), RunConfig())
-    with pytest.raises(ValueError, match="has both tags `reward` and `cpu`"):
-        make_plan(workers(t0="rollout train", a0="agent", x="reward cpu"), RunConfig())
-
-
-def test_agents_that_would_never_let_training_begin_are_refused() -> None:
-    with pytest.raises(ValueError, match="no worker is left for agents: t0 trains"):
-        make_plan(workers(r0="rollout", t0="train agent", c0="cpu"), RunConfig())
-
-
 def test_a_run_whose_agents_are_all_outside_needs_no_worker_for_them() -> None:
     without = workers(r0="rollout", t0="rollout train", c0="cpu")
     config = RunConfig.model_validate({"rollout": {"groups_per_batch": 4, "outside_groups": 4}})
     assert make_plan(without, config).agent == ()
-    with pytest.raises(ValueError, match="no worker has the tag 'agent'"):
-        make_plan(
-            without, RunConfig.model_validate({"rollout": {"groups_per_batch": 4, "outside_groups": 3}})
-        )
 
 
 SERVED = RunConfig.model_validate({"environment": {"judges": {"quality": {"model": "/judge"}}}})
@@ -183,56 +160,6 @@ def test_a_pipeline_gives_workers_their_duties_by_their_tags(
     assert (plan.rollout, plan.trainers, plan.lent) == (rollout, trainers, lent)
     assert config.overlap is overlap
     assert config.lag_bound == (config.rollout.max_lag if overlap else 0)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "ranks", "tags", "sentence"),
-    [
-        (
-            "colocated",
-            1,
-            {"r0": "rollout", "t0": "rollout train"},
-            r"pipeline colocated, a worker tagged rollout or train needs both of these tags; r0 has \{r",
-        ),
-        (
-            "colocated",
-            1,
-            {"d0": "rollout train", "d1": "rollout train"},
-            r"trains on every worker tagged rollout and train: set train.workers to 2, not 1; workers: d0 \{",
-        ),
-        (
-            "disaggregated",
-            1,
-            {"t0": "rollout train"},
-            r"disaggregated needs a worker tagged rollout in addition to the trainers t0; workers: "
-            r"t0 \{",
-        ),
-        (
-            "multiplexed",
-            2,
-            {"t0": "rollout train", "t1": "rollout train"},
-            r"pipeline multiplexed needs a worker tagged rollout in addition to the trainers t0, "
-            r"t1; workers: ",
-        ),
-        (
-            "multiplexed",
-            1,
-            {"r0": "rollout", "t0": "train"},
-            r"no worker is tagged rollout and train; workers: r0 \{",
-        ),
-        (
-            None,
-            2,
-            {"r0": "rollout", "t0": "train"},
-            r"train.workers is 2, but the number of workers tagged train is 1; workers: ",
-        ),
-    ],
-)
-def test_a_pipeline_that_the_workers_cannot_run_is_refused_with_what_is_missing(
-    pipeline: str | None, ranks: int, tags: dict[str, str], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make_plan(workers(**tags, **OTHERS), run(pipeline, ranks=ranks))
 
 
 @pytest.mark.parametrize(

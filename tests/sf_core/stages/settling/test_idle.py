@@ -24,39 +24,6 @@ def kl(**settings: Any) -> dict[str, Any]:
     return {"train": {"loss": {"kl": {"coefficient": 0.1} | settings}}}
 
 
-REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "k1": (
-        kl(estimator="k1"),
-        ("train.loss.kl.estimator k1 with `place: loss` has a mean gradient of 0", "use estimator k2"),
-    ),
-    "own reference": (kl(renew_every=1), ("train.loss.kl.renew_every 1", "so the penalty is 0: raise")),
-    "own reference of rewards": (
-        kl(renew_every=1, place="reward"),
-        ("train.loss.kl.renew_every 1",),
-    ),
-    "one session": (
-        {"train": {"advantage": "whitened"}, "rollout": {"group_size": 1, "groups_per_batch": 1}},
-        ("train.advantage whitened", "so all advantages are 0: raise one of them"),
-    ),
-    "entropy": (
-        {"train": {"loss": {"entropy": 0.1}}, "rollout": {"top_k": 1}},
-        ("train.loss.entropy", "raise rollout.top_k or rollout.top_p"),
-    ),
-    "weights": (
-        {"train": {"weights": ["surprising"]}, "rollout": {"top_p": 1e-9}},
-        ("train.weights that go by entropy",),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_settings_without_effect_are_refused_before_the_run(case: str) -> None:
-    sections, names = REFUSED[case]
-    with pytest.raises(ValueError) as refused:
-        check_start(RunConfig.model_validate(sections))
-    check_sentence(str(refused.value), *names)
-
-
 @pytest.mark.parametrize(
     "sections",
     [
