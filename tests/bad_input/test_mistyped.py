@@ -22,27 +22,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [
-        ("trian", "did you mean train?"),
-        ("inspekt", "did you mean inspect?"),
-        ("colour", "`sf --help` lists the commands"),
-    ],
-)
-def test_a_command(here: Path, word: str, hint: str) -> None:
-    assert check_refused(here, [word, "x"]) == f"there is no command {word!r}; {hint}"
-
-
 def test_a_key_of_a_file(here: Path) -> None:
     said = check_refused(here, ["plan", "train.yaml"])
     assert said.startswith("train.yaml line 2: train.iteration: unknown key; allowed here: ")
     assert said.endswith("; did you mean train.iterations?\n")
-
-
-def test_a_file_and_a_builtin_configuration(here: Path) -> None:
-    assert check_refused(here, ["plan", "trian.yaml"]).endswith("; did you mean train.yaml?\n")
-    assert check_refused(here, ["plan", "quikstart"]).endswith("; did you mean quickstart?\n")
 
 
 @pytest.mark.parametrize(

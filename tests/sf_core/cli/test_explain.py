@@ -11,8 +11,6 @@ import yaml
 from typer.testing import CliRunner
 
 from sf_core.cli.main import app
-from sf_core.config import PolicyConfig
-from sf_core.models.builtin import make_policy
 
 OTHERS = {"a0": {"tags": ["agent"]}, "c0": {"tags": ["cpu"]}}
 R0 = {"tags": ["rollout"]}
@@ -173,17 +171,15 @@ def test_the_plan_warns_of_a_rate_that_is_far_above_the_derived_one(write: Any, 
 
 
 def test_the_plan_says_how_a_policy_sees_pictures(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Any, small_seeing_policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
     engine = {"kind": "vllm"}
     workers = {"r0": R0, "t0": {"tags": ["train"]}}
     code, lines = sf_plan(write(workers, policy={"sees": True}, engine=engine))
     assert (code, lines["pictures"]) == (0, "the policy sees pictures")
-    folder = str(tmp_path / "sees")
-    make_policy(folder, PolicyConfig(sees=True, hidden_size=32, num_layers=1), seed=0)
     rules = {"max_picture_tokens": 64}
-    code, lines = sf_plan(write(workers, policy={"model": folder}, engine=engine, rollout=rules))
+    code, lines = sf_plan(write(workers, policy={"model": small_seeing_policy}, engine=engine, rollout=rules))
     assert code == 0
     assert lines["pictures"] == (
         "the policy sees pictures as 4 to 64 tokens each, one token per 28 by 28 pixels; larger pictures are "
