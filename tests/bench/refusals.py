@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -28,6 +29,14 @@ def check_sentence(text: str, *names: str) -> None:
     assert not FOREIGN.search(text), f"not for people: {text}"
     missing = [name for name in names if name not in text]
     assert not missing, f"does not name {missing}: {text}"
+
+
+@contextmanager
+def clear_refusal(*names: str) -> Iterator[None]:
+    """Checks that the block is refused in one sentence with these parts."""
+    with pytest.raises((ValueError, OSError)) as refused:
+        yield
+    check_sentence(str(refused.value), *names)
 
 
 def snapshot(folder: Path) -> dict[str, str]:

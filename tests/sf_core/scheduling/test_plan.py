@@ -10,7 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import DEVICES
 from sf_core.config.pipelines import PIPELINES
 from sf_core.scheduling.plan import Plan, Worker, duty_of, local_workers, make_plan, worker_of
-from tests.bench.refusals import check_sentence
+from tests.bench.refusals import clear_refusal
 
 
 def workers(**tags: str) -> list[Worker]:
@@ -65,9 +65,8 @@ SERVED = RunConfig.model_validate({"environment": {"judges": {"quality": {"model
 def test_a_judge_to_serve_needs_a_worker_that_does_nothing_but_score(tags: str) -> None:
     without = workers(t0="rollout train", a0="agent", c0="cpu")
     others = [Worker("x", frozenset(tags.split()))] if tags else []
-    with pytest.raises(ValueError) as refused:
+    with clear_refusal("environment.judges.quality.model needs a worker tagged reward"):
         make_plan([*without, *others], SERVED)
-    check_sentence(str(refused.value), "environment.judges.quality.model needs a worker tagged reward")
     assert make_plan([*without, *workers(s0="reward")], SERVED).reward == ("s0",)
     at_url = {"environment": {"judges": {"quality": {"url": "http://127.0.0.1:1/v1"}}}}
     assert make_plan(without, RunConfig.model_validate(at_url)).reward == ()
@@ -359,23 +358,15 @@ def test_trainers_of_an_adapter_are_not_lent_to_vllm() -> None:
     ):
         plan = make_plan(found, RunConfig.model_validate(settings))
         assert (plan.trainers, plan.rollout, plan.lent) == (("t0",), ("r0",), lent)
-    with pytest.raises(ValueError) as refused:
-        make_plan(found[1:], RunConfig.model_validate(ADAPTER_IN_VLLM))
-    check_sentence(
-        str(refused.value),
-        "a trainer that is not lent (engine.kind vllm with train.lora) needs a worker tagged rollout",
-    )
 
 
 def test_a_single_gpu_samples_an_adapter_with_the_built_in_engine() -> None:
     config = RunConfig.model_validate(ADAPTER_IN_VLLM)
-    with pytest.raises(ValueError) as refused:
-        local_workers(config, 1)
-    check_sentence(
-        str(refused.value),
+    with clear_refusal(
         "engine.kind vllm with train.lora needs two GPUs, but this machine has one GPU",
         "leave engine.kind out, so that the built-in engine samples and trains on the same GPU",
-    )
+    ):
+        local_workers(config, 1)
     for num_gpus in (0, 2):
         assert {"r0", "t0"} <= local_workers(config, num_gpus).keys()
     assert local_workers(RunConfig.model_validate({"train": {"lora": {}}}), 1)["t0"].device == "cuda:0"
