@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,20 @@ def test_the_tower_of_a_policy_that_sees_is_held_by_each_rank_and_not_trained(tm
     assert said.endswith(", and at most 51 kB for features of pictures")
 
 
-def kept_bytes(model: str, rows: int, dtype: torch.dtype, shared: int = 0) -> int:
+@pytest.fixture(scope="module")
+def deep_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a policy whose blocks keep much more than its head, which tests only read."""
+    folder = str(tmp_path_factory.mktemp("deep"))
+    make_policy(folder, PolicyConfig(hidden_size=128, num_layers=6), seed=0)
+    return folder
+
+
+@cache
+def kept_bytes(model: str, rows: int, dtype: str, shared: int = 0) -> int:
     """Bytes that a forward pass over so many rows keeps for the backward pass, without the parameters. All
     rows begin with the same `shared` tokens, and then each has 100 tokens of its own."""
     network = Network(model)
-    network.model.to(dtype)
+    network.model.to(getattr(torch, dtype))
     length = shared + 100
     sampling = np.full(length, np.array((1.0, 1.0, 0), SAMPLING))
     nothing = np.zeros(length, np.float32)
@@ -137,14 +147,10 @@ def kept_bytes(model: str, rows: int, dtype: torch.dtype, shared: int = 0) -> in
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_with_a_long_prompt_keep_no_more_than_others_of_as_many_distinct_tokens(
-    tmp_path: Path, dtype: str
+    deep_policy: str, dtype: str
 ) -> None:
-    make_policy(str(tmp_path), PolicyConfig(hidden_size=128, num_layers=6), seed=0)
-    alone, sharing = (
-        kept_bytes(str(tmp_path), rows, getattr(torch, dtype), shared)
-        for rows, shared in ((20, 0), (8, 1200))
-    )
-    assert sharing == pytest.approx(alone, rel=0.25)
+    sharing = kept_bytes(deep_policy, 8, dtype, shared=1200)
+    assert sharing == pytest.approx(kept_bytes(deep_policy, 20, dtype), rel=0.25)
 
 
 @pytest.mark.parametrize(
@@ -167,15 +173,13 @@ def test_what_the_longest_rows_may_take_is_told_where_passes_grow_with_them(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_about_what_a_forward_pass_keeps(tmp_path: Path, dtype: str) -> None:
-    make_policy(str(tmp_path), PolicyConfig(hidden_size=128, num_layers=6), seed=0)
+def test_activations_are_about_what_a_forward_pass_keeps(deep_policy: str, dtype: str) -> None:
+    policy = {"model": deep_policy, "dtype": dtype}
     train = {"tokens_per_microbatch": 2000}
-    sizes = PolicySizes.of(configured({"model": str(tmp_path), "dtype": dtype}, train=train))
+    sizes = PolicySizes.of(configured(policy, train=train))
     assert sizes is not None
-    assert sizes.activations == pytest.approx(kept_bytes(str(tmp_path), 20, getattr(torch, dtype)), rel=0.3)
-    again = PolicySizes.of(
-        configured({"model": str(tmp_path), "dtype": dtype}, train=train | {"recompute": True})
-    )
+    assert sizes.activations == pytest.approx(kept_bytes(deep_policy, 20, dtype), rel=0.3)
+    again = PolicySizes.of(configured(policy, train=train | {"recompute": True}))
     assert again is not None and again.activations < sizes.activations / 3
 
 
