@@ -52,6 +52,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     > runs/nowhere: no run here (config.json is missing); {here}/runs has no runs
     ls nowhere
     > nowhere: no run here (config.json is missing); {here} has no runs
+    ls .
+    ---
+    gc .
+    > .: no runs here (no folders with a config.json); name a run or its storage.root
     evaluate run.yaml
     ---
     inspect run.yaml
@@ -59,6 +63,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     resume nosuch://x
     ---
     inspect nosuch://x
+    ---
+    ls nosuch://x
+    ---
+    gc nosuch://x
     > nosuch://x: fsspec does not know this kind of storage: Protocol not known: nosuch
     report nowhere -o missing/page.html
     > missing does not exist: create this folder first, or name another file than missing/page.html
@@ -152,6 +160,7 @@ def test_more_connections_than_this_process_may_open_are_refused(here: Path) -> 
         ("replay nowhere --iteration x", "--iteration"),
         ("replay nowhere --iteration -1", "--iteration"),
         ("gc nowhere --keep-checkpoints 0", "--keep-checkpoints"),
+        ("gc nowhere --keep-weights 0", "--keep-weights"),
         ("worker --tags rollout", "--scheduler"),
         ("dataplane --port http", "--port"),
         ("dataplane --port 99999", "--port"),
