@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -50,7 +51,7 @@ class Refusal:
     """What a user writes, and the whole sentence with which it is refused."""
 
     given: tuple[str, ...]
-    """Lines of run.yaml, and options `--set KEY=VALUE`."""
+    """Lines of run.yaml and options `--set KEY=VALUE`, or a line of which the test makes something else."""
     sentence: str
 
     def check(self, folder: Path) -> None:
@@ -65,11 +66,14 @@ class Refusal:
         lines = [line for line in self.given if not line.startswith("--set ")]
         (folder / "run.yaml").write_text("\n".join(lines), encoding="utf-8")
         before = snapshot(folder)
-        with chdir(folder), pytest.raises((ValueError, OSError)) as refused:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, OSError)) as refused:
+            patch.chdir(folder)
+            # the checks import from the folder, and later tests do not
+            patch.setattr(sys, "path", [*sys.path])
             config = load_config("run.yaml", options)
             check_runnable(config)
             explain_plan(config)
-        assert str(refused.value) == self.sentence
+        assert str(refused.value) == self.sentence, refused.value
         check_sentence(self.sentence)
         assert snapshot(folder) == before
 
