@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -148,7 +149,7 @@ def dataplane(
     """
     from sf_core.dataplane.server import serve
     from sf_core.dataplane_key import account_key
-    from sf_core.surroundings import allowed_hosts, configured_dataplane_key
+    from sf_core.surroundings import allowed_hosts, configured_dataplane_key, why_not_writable
 
     if gateways != 1:
         fail(
@@ -156,6 +157,8 @@ def dataplane(
             "several data planes with different --port, and give each run the URL of one data plane (--set "
             "dataplane.url=http://HOST:PORT)"
         )
+    if journal_dir is not None and (reason := why_not_writable(Path(journal_dir))):
+        fail(f"--journal-dir {journal_dir} cannot be written ({reason}): name another folder")
     options = DataplaneOptions(
         journal_dir,
         fsync,

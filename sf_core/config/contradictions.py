@@ -249,7 +249,7 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         _is_fresh_anyway,
-        "train.weights fresh has no effect: the lag of this run's tokens is at most {c.lag_bound} versions "
+        "train.weights fresh has no effect: the lag of this run's tokens is at most {c.lag_bound} "
         "(rollout.max_lag, or 0 without overlap)",
     ),
     (

@@ -30,9 +30,13 @@ _EXPECTED = {
     "model_type": "expected a mapping of its settings",
     "dict_type": "expected a mapping",
     "tuple_type": "expected a list",
+    "model_attributes_type": "expected the name of a kind, or a mapping of its settings",
 }
 """Messages that replace pydantic's messages for errors of these types."""
 
+
+_OF_A_KEY = "[key]"
+"""What pydantic adds to the location of a key of a mapping that is wrong itself."""
 
 LIKENESS = 0.7
 """Least likeness of names of which one may be meant by the other."""
@@ -76,10 +80,18 @@ def faults(error: ValidationError, model: type[BaseModel] = RunConfig, section: 
 
 def _explain(error: ValidationError, model: type[BaseModel], section: str) -> Iterator[tuple[list[str], str]]:
     """Path of each wrong setting, and what is wrong with it."""
-    for fault in error.errors():
+    found = error.errors()
+    for fault in found:
+        if fault["type"] == "too_short" and any(_is_within(other["loc"], fault["loc"]) for other in found):
+            # pydantic does not count the items that are wrong
+            continue
         place = walk(fault["loc"], model)
         path = [section, *place.path] if section else place.path
         yield place.path, _sentence(fault, ".".join(path), place.section)
+
+
+def _is_within(location: tuple[int | str, ...], section: tuple[int | str, ...]) -> bool:
+    return location != section and location[: len(section)] == section
 
 
 def worker_config(**options: Any) -> WorkerConfig:
@@ -95,7 +107,7 @@ def worker_config(**options: Any) -> WorkerConfig:
 def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        near = near_settings(location, section.model_fields)
+        near = [path for path in near_settings(location, section.model_fields) if path != location]
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         return f"{location}: unknown key; allowed here: {', '.join(section.model_fields) or 'none'}{hint}"
     if error["type"] == "union_tag_invalid":
@@ -106,6 +118,9 @@ def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
     if error["type"] == "string_pattern_mismatch":
         names = [name for name in reversed(error["loc"]) if name in PATTERNS]
         message = PATTERNS[names[0]] if names else message
+    if error["type"] == "too_short":
+        least = error["ctx"]["min_length"]
+        message = f"expected at least {least} item{'s' * (least > 1)}"
     message = _EXPECTED.get(error["type"], message)
     message = message[0].lower() + message[1:]
     if error["type"] == "missing" and section is WorkerConfig and location.startswith("cluster."):
@@ -125,6 +140,8 @@ def walk(location: Iterable[int | str], model: type[BaseModel] = RunConfig) -> S
         if (chosen := _choices(here).get(name)) is not None:
             here = chosen
             section = next(iter(models_of(here)), section)
+            continue
+        if name == _OF_A_KEY:
             continue
         path.append(name)
         if (origin := get_origin(here)) in (dict, tuple):

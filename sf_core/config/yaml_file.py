@@ -71,7 +71,7 @@ def read_file(path: str | Path) -> tuple[str, dict[str, Any]]:
     except _NoYamlError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings, got {type(data).__name__}")
+        raise ConfigError(f"{path}: expected a mapping of settings, got {quote(data)}")
     return text, data
 
 

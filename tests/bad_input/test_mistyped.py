@@ -22,51 +22,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [
-        ("trian", "did you mean train?"),
-        ("inspekt", "did you mean inspect?"),
-        ("colour", "`sf --help` lists the commands"),
-    ],
-)
-def test_a_command(here: Path, word: str, hint: str) -> None:
-    assert check_refused(here, [word, "x"]) == f"there is no command {word!r}; {hint}"
-
-
-@pytest.mark.parametrize(
-    ("setting", "hint"),
-    [
-        ("rollout.group_siz", "rollout.group_size"),
-        ("trian.iterations", "train"),
-        ("iterations", "train.iterations"),
-        ("train.learningrate", "train.learning_rate"),
-        ("train.group_size", "rollout.group_size"),
-        ("train.loss.policy.hihg", "train.loss.policy.high"),
-        ("cluster.workers.r0.tag", "cluster.workers.r0.tags"),
-        ("environment.setings", "environment.settings"),
-    ],
-)
-def test_a_setting(here: Path, setting: str, hint: str) -> None:
-    said = check_refused(here, ["plan", "quickstart", "--set", f"{setting}=3"])
-    assert said.startswith(f"--set {setting.partition('.')[0]}"), said
-    assert said.endswith(f"; did you mean {hint}?\n"), said
-
-
-def test_a_setting_that_is_like_no_other(here: Path) -> None:
-    said = check_refused(here, ["plan", "quickstart", "--set", "colour=red"])
-    assert "colour: unknown key; allowed here: run_id, " in said and "did you mean" not in said
-
-
 def test_a_key_of_a_file(here: Path) -> None:
     said = check_refused(here, ["plan", "train.yaml"])
     assert said.startswith("train.yaml line 2: train.iteration: unknown key; allowed here: ")
     assert said.endswith("; did you mean train.iterations?\n")
-
-
-def test_a_file_and_a_builtin_configuration(here: Path) -> None:
-    assert check_refused(here, ["plan", "trian.yaml"]).endswith("; did you mean train.yaml?\n")
-    assert check_refused(here, ["plan", "quikstart"]).endswith("; did you mean quickstart?\n")
 
 
 @pytest.mark.parametrize(

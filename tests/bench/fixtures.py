@@ -80,11 +80,11 @@ def adapter_folders(tmp_path_factory: pytest.TempPathFactory, model_folders: Mod
     return AdapterFolders(tmp_path_factory.mktemp("adapters"), model_folders)
 
 
-def _make_policy(folder: Path, num_layers: int) -> str:
+def _make_policy(folder: Path, num_layers: int, *, sees: bool = False) -> str:
     from sf_core.config import PolicyConfig
     from sf_core.models.builtin import make_policy
 
-    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=num_layers), seed=0)
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=num_layers, sees=sees), seed=0)
     return str(folder)
 
 
@@ -104,6 +104,12 @@ def policy_copy(small_policy: str, tmp_path: Path) -> Path:
 def two_layer_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a built-in policy of two layers, which tests only read."""
     return _make_policy(tmp_path_factory.mktemp("policy"), 2)
+
+
+@pytest.fixture(scope="session")
+def small_seeing_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a built-in policy of one layer that sees pictures, which tests only read."""
+    return _make_policy(tmp_path_factory.mktemp("sees"), 1, sees=True)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from textwrap import dedent
+
+import pytest
 
 MAX_LENGTH = 600
 """Most characters of a sentence; the longest one lists the allowed keys of a section."""
@@ -24,7 +32,61 @@ def check_sentence(text: str, *names: str) -> None:
     assert not missing, f"does not name {missing}: {text}"
 
 
+@contextmanager
+def clear_refusal(*names: str) -> Iterator[None]:
+    """Checks that the block is refused in one sentence with these parts."""
+    with pytest.raises((ValueError, OSError)) as refused:
+        yield
+    check_sentence(str(refused.value), *names)
+
+
 def snapshot(folder: Path) -> dict[str, str]:
     """The contents of all files below a folder, by path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a user writes, and the whole sentence with which it is refused."""
+
+    given: tuple[str, ...]
+    """Lines of run.yaml and options `--set KEY=VALUE`, or a line of which the test makes something else."""
+    sentence: str
+
+    def check(self, folder: Path) -> None:
+        """Check that a run with this run.yaml in the folder is refused before it starts, by the checks of
+        `sf plan`, and that nothing is written."""
+        # they take long to import
+        from sf_core.cli.explain import explain_plan
+        from sf_core.cli.runnable import check_runnable
+        from sf_core.config.yaml_file import load_config
+
+        options = [line.removeprefix("--set ") for line in self.given if line.startswith("--set ")]
+        lines = [line for line in self.given if not line.startswith("--set ")]
+        (folder / "run.yaml").write_text("\n".join(lines), encoding="utf-8")
+        before = snapshot(folder)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, OSError)) as refused:
+            patch.chdir(folder)
+            # the checks import from the folder, and later tests do not
+            patch.setattr(sys, "path", [*sys.path])
+            config = load_config("run.yaml", options)
+            check_runnable(config)
+            explain_plan(config)
+        assert str(refused.value) == self.sentence, refused.value
+        check_sentence(self.sentence)
+        assert snapshot(folder) == before
+
+
+def refuses(table: str) -> pytest.MarkDecorator:
+    """Runs a test once for each refusal of a table, as its argument `refusal`. In the table, what the user
+    writes is followed by the sentence, in lines that begin with `> `. Between configurations that are refused
+    with the same sentence is a line `---`."""
+    groups = groupby(dedent(table).strip().splitlines(), lambda line: line.startswith("> "))
+    parts = ["\n".join(lines) for _, lines in groups]
+    refusals = [
+        Refusal(tuple(given.splitlines()), " ".join(told.removeprefix("> ").split("\n> ")))
+        for configurations, told in zip(parts[::2], parts[1::2], strict=True)
+        for given in configurations.split("\n---\n")
+    ]
+    return pytest.mark.parametrize("refusal", refusals, ids=lambda refusal: "; ".join(refusal.given)[:100])

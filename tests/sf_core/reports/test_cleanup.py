@@ -486,24 +486,3 @@ def test_a_summary_that_makes_no_sense_hides_no_other_run(root: Path) -> None:
     assert f"cannot be read: {fault}" in output
     code, output = sf("gc", str(root))
     assert code == 0 and f"skipped: {fault}" in output
-
-
-@pytest.mark.parametrize("command", ["ls", "gc"])
-def test_a_folder_without_runs_is_named(tmp_path: Path, command: str) -> None:
-    code, output = sf(command, str(tmp_path))
-    assert code == 2
-    assert f"{tmp_path}: no runs here" in output
-    code, output = sf(command, "s4://nowhere")
-    assert (code, "fsspec does not know this kind of storage" in output) == (2, True)
-
-
-@pytest.mark.parametrize("option", ["--keep-checkpoints", "--keep-weights"])
-def test_the_last_one_cannot_be_given_up(root: Path, option: str) -> None:
-    assert sf("gc", make(root, "a", 3).uri, option, "0")[0] == 2
-
-
-def test_a_broken_configuration_is_named(root: Path) -> None:
-    run = make(root, "a", 3)
-    files.write_atomic(run.path("config.json"), b"{")
-    code, output = sf("gc", run.uri)
-    assert code == 2 and "config.json: cannot be read" in output

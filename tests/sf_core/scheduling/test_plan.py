@@ -10,7 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import DEVICES
 from sf_core.config.pipelines import PIPELINES
 from sf_core.scheduling.plan import Plan, Worker, duty_of, local_workers, make_plan, worker_of
-from tests.bench.refusals import check_sentence
+from tests.bench.refusals import clear_refusal
 
 
 def workers(**tags: str) -> list[Worker]:
@@ -52,33 +52,10 @@ def test_a_pure_trainer_is_preferred_and_never_lent() -> None:
     assert (plan.rollout, plan.trainers, plan.lent) == (("t0",), ("t1",), False)
 
 
-def test_a_missing_tag_is_named_with_what_the_workers_offer() -> None:
-    with pytest.raises(
-        ValueError, match=r"no worker has the tag 'train'; workers: r0 \{rollout\}, x \{agent\}, c0 \{cpu\}"
-    ):
-        make_plan(workers(r0="rollout", x="agent", c0="cpu"), RunConfig())
-
-
-def test_agent_and_cpu_on_one_worker_are_refused() -> None:
-    with pytest.raises(ValueError, match="has both tags `agent` and `cpu`"):
-        make_plan(workers(t0="rollout train", x="agent cpu"), RunConfig())
-    with pytest.raises(ValueError, match="has both tags `reward` and `cpu`"):
-        make_plan(workers(t0="rollout train", a0="agent", x="reward cpu"), RunConfig())
-
-
-def test_agents_that_would_never_let_training_begin_are_refused() -> None:
-    with pytest.raises(ValueError, match="no worker is left for agents: t0 trains"):
-        make_plan(workers(r0="rollout", t0="train agent", c0="cpu"), RunConfig())
-
-
 def test_a_run_whose_agents_are_all_outside_needs_no_worker_for_them() -> None:
     without = workers(r0="rollout", t0="rollout train", c0="cpu")
     config = RunConfig.model_validate({"rollout": {"groups_per_batch": 4, "outside_groups": 4}})
     assert make_plan(without, config).agent == ()
-    with pytest.raises(ValueError, match="no worker has the tag 'agent'"):
-        make_plan(
-            without, RunConfig.model_validate({"rollout": {"groups_per_batch": 4, "outside_groups": 3}})
-        )
 
 
 SERVED = RunConfig.model_validate({"environment": {"judges": {"quality": {"model": "/judge"}}}})
@@ -88,9 +65,8 @@ SERVED = RunConfig.model_validate({"environment": {"judges": {"quality": {"model
 def test_a_judge_to_serve_needs_a_worker_that_does_nothing_but_score(tags: str) -> None:
     without = workers(t0="rollout train", a0="agent", c0="cpu")
     others = [Worker("x", frozenset(tags.split()))] if tags else []
-    with pytest.raises(ValueError) as refused:
+    with clear_refusal("environment.judges.quality.model needs a worker tagged reward"):
         make_plan([*without, *others], SERVED)
-    check_sentence(str(refused.value), "environment.judges.quality.model needs a worker tagged reward")
     assert make_plan([*without, *workers(s0="reward")], SERVED).reward == ("s0",)
     at_url = {"environment": {"judges": {"quality": {"url": "http://127.0.0.1:1/v1"}}}}
     assert make_plan(without, RunConfig.model_validate(at_url)).reward == ()
@@ -183,56 +159,6 @@ def test_a_pipeline_gives_workers_their_duties_by_their_tags(
     assert (plan.rollout, plan.trainers, plan.lent) == (rollout, trainers, lent)
     assert config.overlap is overlap
     assert config.lag_bound == (config.rollout.max_lag if overlap else 0)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "ranks", "tags", "sentence"),
-    [
-        (
-            "colocated",
-            1,
-            {"r0": "rollout", "t0": "rollout train"},
-            r"pipeline colocated, a worker tagged rollout or train needs both of these tags; r0 has \{r",
-        ),
-        (
-            "colocated",
-            1,
-            {"d0": "rollout train", "d1": "rollout train"},
-            r"trains on every worker tagged rollout and train: set train.workers to 2, not 1; workers: d0 \{",
-        ),
-        (
-            "disaggregated",
-            1,
-            {"t0": "rollout train"},
-            r"disaggregated needs a worker tagged rollout in addition to the trainers t0; workers: "
-            r"t0 \{",
-        ),
-        (
-            "multiplexed",
-            2,
-            {"t0": "rollout train", "t1": "rollout train"},
-            r"pipeline multiplexed needs a worker tagged rollout in addition to the trainers t0, "
-            r"t1; workers: ",
-        ),
-        (
-            "multiplexed",
-            1,
-            {"r0": "rollout", "t0": "train"},
-            r"no worker is tagged rollout and train; workers: r0 \{",
-        ),
-        (
-            None,
-            2,
-            {"r0": "rollout", "t0": "train"},
-            r"train.workers is 2, but the number of workers tagged train is 1; workers: ",
-        ),
-    ],
-)
-def test_a_pipeline_that_the_workers_cannot_run_is_refused_with_what_is_missing(
-    pipeline: str | None, ranks: int, tags: dict[str, str], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make_plan(workers(**tags, **OTHERS), run(pipeline, ranks=ranks))
 
 
 @pytest.mark.parametrize(
@@ -432,23 +358,15 @@ def test_trainers_of_an_adapter_are_not_lent_to_vllm() -> None:
     ):
         plan = make_plan(found, RunConfig.model_validate(settings))
         assert (plan.trainers, plan.rollout, plan.lent) == (("t0",), ("r0",), lent)
-    with pytest.raises(ValueError) as refused:
-        make_plan(found[1:], RunConfig.model_validate(ADAPTER_IN_VLLM))
-    check_sentence(
-        str(refused.value),
-        "a trainer that is not lent (engine.kind vllm with train.lora) needs a worker tagged rollout",
-    )
 
 
 def test_a_single_gpu_samples_an_adapter_with_the_built_in_engine() -> None:
     config = RunConfig.model_validate(ADAPTER_IN_VLLM)
-    with pytest.raises(ValueError) as refused:
-        local_workers(config, 1)
-    check_sentence(
-        str(refused.value),
+    with clear_refusal(
         "engine.kind vllm with train.lora needs two GPUs, but this machine has one GPU",
         "leave engine.kind out, so that the built-in engine samples and trains on the same GPU",
-    )
+    ):
+        local_workers(config, 1)
     for num_gpus in (0, 2):
         assert {"r0", "t0"} <= local_workers(config, num_gpus).keys()
     assert local_workers(RunConfig.model_validate({"train": {"lora": {}}}), 1)["t0"].device == "cuda:0"

@@ -19,7 +19,7 @@ from storage.files import list_files
 from storage.run_directory import RunDirectory
 from storage.tensors.weight_delta import FILE_NAME as DELTA
 from storage.tensors.weights import load_weights
-from tests.bench.runs import commit, configure
+from tests.bench.runs import commit, configure, copy_run
 from tests.bench.trained_runs import train
 from tests.bench.training.pictures import loaded, predict, seeing_batch, seeing_policy, seen_by_transformers
 from tests.closeness import FORWARD, assert_rounded
@@ -53,6 +53,14 @@ def trained(folder: Path, **settings: Any) -> RunDirectory:
     return run
 
 
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run of float32 weights, which tests do not change."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", lambda threads: None)
+        return trained(tmp_path_factory.mktemp("plain"), policy={"dtype": "float32"}, iterations=2)
+
+
 def split(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The weights of the tower and the others."""
     weights = load_weights(folder)
@@ -62,9 +70,9 @@ def split(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_language_tensors_alone_are_published_and_the_whole_policy_is_exported(
-    tmp_path: Path, dtype: str
+    plain_run: RunDirectory, tmp_path: Path, dtype: str
 ) -> None:
-    run = trained(tmp_path, policy={"dtype": dtype})
+    run = plain_run if dtype == "float32" else trained(tmp_path, policy={"dtype": dtype})
     tower, language = split(run.start_dir)
     for version in (1, 2):
         published = load_weights(run.weights_dir(version))
@@ -109,8 +117,10 @@ def test_a_teacher_sees_too(tmp_path: Path, divergence: str) -> None:
     assert_rounded(measured, gaps.mean(), FORWARD, scale=6.0)
 
 
-def test_a_run_starts_from_the_whole_policy_that_its_warm_start_has_made(tmp_path: Path) -> None:
-    run = trained(tmp_path, iterations=2)
+def test_a_run_starts_from_the_whole_policy_that_its_warm_start_has_made(
+    plain_run: RunDirectory, tmp_path: Path
+) -> None:
+    run = plain_run
     folder = RunDirectory(str(tmp_path / "next")).start_dir
     copies = copy_warmed(run.uri, folder)
     assert sorted(map(Path, list_files(folder))) == sorted(Path(ref.uri) for ref in copies)
@@ -131,8 +141,10 @@ def test_an_adapter_of_the_language_part_is_merged_into_the_export(tmp_path: Pat
     assert changed == {name for name in language if "proj.weight" in name}
 
 
-def test_a_version_that_is_measured_apart_is_the_whole_policy(tmp_path: Path) -> None:
-    run = trained(tmp_path)
+def test_a_version_that_is_measured_apart_is_the_whole_policy(
+    plain_run: RunDirectory, tmp_path: Path
+) -> None:
+    run = copy_run(plain_run, tmp_path)
     measurement = open_measurement(run.uri, 1, [])
     measurement.begin()
     assert not measurement.config.policy.sees

@@ -32,7 +32,7 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
 from tests.bench.commands import sf
-from tests.bench.refusals import check_sentence
+from tests.bench.refusals import clear_refusal
 from tests.bench.runs import commit, configure
 
 
@@ -135,28 +135,10 @@ def started(run: RunDirectory) -> dict[str, Any]:
     return start(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"engine": {"context_length": 4096}},
-            "engine.context_length (4096) must not exceed the 2048 positions of the built-in policy",
-        ),
-        (
-            {"train": {"backend": "emulated"}},
-            "train.backend emulated computes no weights, but engine.kind torch",
-        ),
-    ],
-)
-def test_settings_with_which_the_engine_could_not_sample_are_refused(
-    settings: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ValueError) as refused:
-        check_start(RunConfig.model_validate(settings))
-    check_sentence(str(refused.value), sentence)
-    check_start(
-        RunConfig.model_validate({**settings, "engine": {"kind": "emulated", "context_length": 4096}})
-    )
+def test_an_engine_that_computes_nothing_goes_with_any_context_and_trainer() -> None:
+    emulated = {"kind": "emulated", "context_length": 4096}
+    for train in ({}, {"backend": "emulated"}):
+        check_start(RunConfig.model_validate({"train": train, "engine": emulated}))
 
 
 WITHOUT = [
@@ -173,9 +155,8 @@ def test_a_model_that_cannot_be_talked_to_is_refused_before_anything_starts(
     run = RunDirectory(str(tmp_path / "r"))
     config = from_model(run, policy_copy)
     for refuse in (lambda: check_start(config), lambda: check_start(config, by_a_worker=True)):
-        with pytest.raises(ValueError) as refused:
+        with clear_refusal(f"policy.model: {policy_copy}: {sentence}"):
             refuse()
-        check_sentence(str(refused.value), f"policy.model: {policy_copy}: {sentence}")
     with pytest.raises(ValueError, match=re.escape(sentence)):
         started(run)
     assert not Path(run.start_dir).exists()
@@ -183,24 +164,14 @@ def test_a_model_that_cannot_be_talked_to_is_refused_before_anything_starts(
 
 def test_a_broken_tokenizer_is_refused_in_one_sentence(tmp_path: Path, policy_copy: Path) -> None:
     (policy_copy / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError) as refused:
+    with clear_refusal(f"policy.model: {policy_copy}: tokenizer or template is broken: "):
         check_start(from_model(RunDirectory(str(tmp_path / "r")), policy_copy))
-    check_sentence(str(refused.value), f"policy.model: {policy_copy}: tokenizer or template is broken: ")
-
-
-def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as refused:
-        check_start(from_model(RunDirectory(str(tmp_path / "r")), Path("Qwen/Qwen3-0.6B")))
-    command = "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"
-    check_sentence(str(refused.value), "policy.model: Qwen/Qwen3-0.6B", command, "policy.model=Qwen3-0.6B")
 
 
 def test_a_folder_that_only_a_worker_has_is_left_to_it(tmp_path: Path) -> None:
     config = from_model(RunDirectory(str(tmp_path / "r")), Path("/nowhere"))
     check_start(config, by_a_worker=True)
     check_memory(PolicySizes.of(config), [Worker("r0", frozenset({"rollout"}), memory=1)])
-    with pytest.raises(ValueError, match="/nowhere does not exist"):
-        check_start(config)
 
 
 def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(
@@ -242,12 +213,9 @@ def test_a_run_that_copied_a_broken_folder_goes_on_once_the_folder_is_mended(
     run.verify(manifest)
 
 
-def test_policies_that_the_trainers_could_not_hold_are_refused_before_the_start(
+def test_an_architecture_that_the_trainers_do_not_know_is_refused_before_the_start(
     tmp_path: Path, policy_copy: Path
 ) -> None:
-    train = {"backend": "megatron", "workers": 4, "tensor_parallel": 4}
-    with pytest.raises(ValueError, match=r"\(4\) must divide the policy.s num_key_value_heads"):
-        check_start(RunConfig.model_validate({"train": train}))
     config = from_model(RunDirectory(str(tmp_path / "r")), policy_copy, train={"backend": "megatron"})
     check_start(config)
     shape = json.loads((policy_copy / "config.json").read_text(encoding="utf-8"))
@@ -267,9 +235,8 @@ def test_heads_of_which_vllm_on_the_cpu_knows_none_are_refused_before_the_start(
     def config(**engine: Any) -> RunConfig:
         return from_model(RunDirectory(str(tmp_path / "r")), policy_copy, engine=engine)
 
-    with pytest.raises(ValueError) as refused:
+    with clear_refusal("a width of 16 (head_dim)", "32, 64, 80,", "use engine.kind torch"):
         check_start(config(kind="vllm"))
-    check_sentence(str(refused.value), "a width of 16 (head_dim)", "32, 64, 80,", "use engine.kind torch")
     check_start(config(kind="torch"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     check_start(config(kind="vllm"))
@@ -315,14 +282,12 @@ def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(policy_
     opened = open_model(
         str(policy_copy), str(policy_copy), context_length=40, dtype=torch.float32, device=device
     )
-    with pytest.raises(ValueError) as refused:
-        KVCache(opened.cache_shape, 10**11, 40, torch.float32, device)
-    check_sentence(
-        str(refused.value),
+    with clear_refusal(
         f"needs {foretold / 1e9:,.1f} GB",
         "100000000000 requests (engine.max_running) of 40 tokens (engine.context_length)",
         "more than the cpu device has left",
-    )
+    ):
+        KVCache(opened.cache_shape, 10**11, 40, torch.float32, device)
 
 
 @pytest.mark.parametrize("environment", [Quickstart(), ScreenOfButtons()], ids=["blind", "sees"])
