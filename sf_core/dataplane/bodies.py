@@ -130,7 +130,8 @@ class Spent(Body):
         return self if min(spent.values()) < 0 else Spent(**spent)
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(**{name: value + getattr(other, name) for name, value in self})
+        # the bounds are those of one report
+        return Spent.model_construct(**{name: value + getattr(other, name) for name, value in self})
 
 
 class ClaimBody(Body):

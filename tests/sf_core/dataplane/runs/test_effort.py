@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sf_core.dataplane.bodies import ClaimBody, Spent
+from sf_core.dataplane.bodies import MAX_INDEX, MAX_SPENT_S, ClaimBody, Spent
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import Generation
@@ -175,6 +175,9 @@ def test_efforts_add_up() -> None:
     assert Spent(cpu_s=1, busy_s=2, num_ended=3) + Spent(cpu_s=4, busy_s=5, num_ended=6) == Spent(
         cpu_s=5, busy_s=7, num_ended=9
     )
+    # each report may be as large as allowed
+    most = Spent(cpu_s=MAX_SPENT_S, num_ended=MAX_INDEX)
+    assert (most + most).num_ended == 2 * MAX_INDEX
 
 
 def test_a_runner_tells_what_its_agents_compute(plane_process: ServedPlane, renderer: Renderer) -> None:
