@@ -55,8 +55,6 @@ Value = TypeVar("Value")
 _CHANNEL = "<|channel|>"
 """What begins a part of an answer of gpt-oss."""
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
 
 class TooManyTokensError(ValueError):
     """A text has more tokens than were asked for."""
@@ -343,32 +341,6 @@ def shows(text: str, answer: Message) -> bool:
         else:
             said.update(value if isinstance(value, str) else json.dumps(value))
     return all(unseen.isspace() or not unseen.isprintable() for unseen in said - Counter(text))
-
-
-class TextStream:
-    """Turns ids into text piece by piece. A piece is held back while it ends inside a character."""
-
-    def __init__(self, renderer: Renderer, marks: Iterable[str] = ()) -> None:
-        """`marks` are shown although they are special tokens."""
-        self._decode = renderer.decoder(marks)
-        self._ids: list[int] = []
-        self._start = 0
-        """Decoding starts one piece back, because a decoder may look at the token before."""
-        self._done = 0
-
-    def push(self, ids: list[int]) -> str:
-        self._ids += ids
-        before = self._decode(self._ids[self._start : self._done])
-        text = self._decode(self._ids[self._start :])
-        if text.endswith(_REPLACEMENT) or len(text) <= len(before):
-            return ""
-        self._start = self._done
-        self._done = len(self._ids)
-        return text[len(before) :]
-
-    def flush(self) -> str:
-        before = self._decode(self._ids[self._start : self._done])
-        return self._decode(self._ids[self._start :])[len(before) :]
 
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sf_core.dataplane.chat.answer_parser import (
     THINK_END,
     THINK_START,
@@ -12,7 +14,7 @@ from sf_core.dataplane.chat.answer_parser import (
 )
 from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.messages import Message, assistant_message, call_id
-from sf_core.dataplane.chat.renderer import Renderer, TextStream
+from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import CallSplitter, ToolCall
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.turns.answer import Event, MadeCall, Pieces, TokenLogprob, encode_arguments
@@ -20,6 +22,8 @@ from sf_core.dataplane.turns.request import TurnRequest
 
 AFTER_THINKING = f"\n{THINK_END}\n\n"
 """What a forced beginning has before it where the template opens a thought."""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class AnswerReader:
@@ -111,10 +115,36 @@ class AnswerReader:
         """The text of a token, and of those before it that end inside a character; empty if it does too."""
         self._inside += piece
         text = self._inside.decode(errors="replace")
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if text.endswith(_REPLACEMENT):
             return ""
         self._inside = b""
         return text
+
+
+class TextStream:
+    """Turns ids into text piece by piece. A piece is held back while it ends inside a character."""
+
+    def __init__(self, renderer: Renderer, marks: Iterable[str] = ()) -> None:
+        """`marks` are shown although they are special tokens."""
+        self._decode = renderer.decoder(marks)
+        self._ids: list[int] = []
+        self._start = 0
+        """Decoding starts one piece back, because a decoder may look at the token before."""
+        self._done = 0
+
+    def push(self, ids: list[int]) -> str:
+        self._ids += ids
+        before = self._decode(self._ids[self._start : self._done])
+        text = self._decode(self._ids[self._start :])
+        if text.endswith(_REPLACEMENT) or len(text) <= len(before):
+            return ""
+        self._start = self._done
+        self._done = len(self._ids)
+        return text[len(before) :]
+
+    def flush(self) -> str:
+        before = self._decode(self._ids[self._start : self._done])
+        return self._decode(self._ids[self._start :])[len(before) :]
 
 
 def _make_stream(

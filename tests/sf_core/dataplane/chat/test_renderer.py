@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from sf_core.dataplane.chat.renderer import Renderer, TextStream, read_renderer
+from sf_core.dataplane.chat.renderer import Renderer, read_renderer
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.turns.answer_reader import TextStream
 from tests.bench.dataplane.planes import CALC
 
 
