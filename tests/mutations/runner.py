@@ -31,6 +31,7 @@ from hypothesis import Phase, settings
 
 from tests.mutations.modules import Modules, find_in
 from tests.mutations.patterns import PatternError, read_pattern, replace
+from tests.properties import examples
 
 COPIED = ("configs", "flows", "seamlessflow", "sf_core", "storage", "tasks", "tests", "pyproject.toml")
 
@@ -259,7 +260,9 @@ def _be_the_fork(copy: Path, tests: tuple[str, ...]) -> NoReturn:
             del sys.modules[name]
         # the examples of `make test` (tests/properties.py), of which the first that fails is enough
         phases = [Phase.explicit, Phase.generate]
-        settings.register_profile("first", deadline=None, derandomize=True, phases=phases)
+        settings.register_profile(
+            "first", deadline=None, derandomize=True, max_examples=examples(100), phases=phases
+        )
         options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "--hypothesis-profile=first"]
         judge = _Judge()
         status = pytest.main([*options, f"--basetemp={copy}.tmp", *tests], plugins=[judge])
