@@ -121,18 +121,14 @@ async def test_the_client_of_a_session_has_the_key_of_no_other_whatever_others_c
         if end == "closes twice":
             await client.close()
 
-    async def run() -> None:
-        async with open_model() as model:
-            ends = [work(model, number, *session) for number, session in enumerate(sessions)]
-            for (_, _, end), outcome in zip(
-                sessions, await asyncio.gather(*ends, return_exceptions=True), strict=True
-            ):
-                assert isinstance(outcome, ArithmeticError) if end == "fails" else outcome is None
-            # as many as were in use at a time: nobody has closed those of others
-            assert len(model.connections) <= len(sessions)
-            assert await ask(model.endpoint("last", "k").client(), "?") == "k last ?"
-
-    await run()
+    async with open_model() as model:
+        working = [work(model, number, *session) for number, session in enumerate(sessions)]
+        outcomes = await asyncio.gather(*working, return_exceptions=True)
+        for (_, _, end), outcome in zip(sessions, outcomes, strict=True):
+            assert isinstance(outcome, ArithmeticError) if end == "fails" else outcome is None
+        # as many as were in use at a time: nobody has closed those of others
+        assert len(model.connections) <= len(sessions)
+        assert await ask(model.endpoint("last", "k").client(), "?") == "k last ?"
 
 
 def test_sessions_of_an_event_loop_share_its_connections_and_the_loop_closes_them(

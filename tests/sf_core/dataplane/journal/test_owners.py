@@ -282,21 +282,18 @@ STEPS = st.lists(
 
 
 async def run_writers(steps: list[list[tuple[str, int]]], owner: Owner) -> None:
-    async def scenario(folder: Path) -> None:
-        writers = Writers(folder, owner)
+    async def in_turn(writers: Writers, names: list[str], writer: int) -> None:
+        for name in names:
+            await writers.act(name, writer)
+
+    with tempfile.TemporaryDirectory() as folder:
+        writers = Writers(Path(folder), owner)
         await writers.open(0)
         for step in steps:
             # each writer does one thing at a time
             own = {writer: [name for name, by in step if by == writer] for writer in (0, 1)}
             await asyncio.gather(*(in_turn(writers, names, writer) for writer, names in own.items()))
         await writers.end()
-
-    async def in_turn(writers: Writers, names: list[str], writer: int) -> None:
-        for name in names:
-            await writers.act(name, writer)
-
-    with tempfile.TemporaryDirectory() as folder:
-        await scenario(Path(folder))
 
 
 @settings(max_examples=examples(150), deadline=None)
