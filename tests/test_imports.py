@@ -73,8 +73,8 @@ MODULES = ("bench/planes", "bench/runs", "cli/helpers", "cli/test_push", "storag
             "imports tests.storage.test_files: move",
         ),
         (
-            "from tests.storage.golden import DATA\n",
-            "imports tests.storage.golden of another folder: move it into",
+            "from tests.storage.samples import DATA\n",
+            "imports tests.storage.samples of another folder: move it into",
         ),
     ],
 )
