@@ -7,13 +7,14 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.training.packing import rules
 from sf_core.training.packing.rows import Row, read_rows
 from sf_core.training.packing.rules import Packing, pack, share, split_groups
 from tests.bench.training.batches import grouped_rows, make_batch
+from tests.properties import examples
 from tests.sf_core.training.packing.batches import batches, told_apart
 
 Rows = list[tuple[list[int], list[bool]]]
@@ -58,6 +59,7 @@ def test_by_padded_tokens_long_prompts_are_computed_for_each_answer(
     assert computed_over_distinct(groups_of(prompt, sampled), Packing(8192, "padded")) > before
 
 
+@settings(max_examples=examples(300))
 @given(batches, st.integers(1, 60))
 def test_a_microbatch_keeps_to_its_bound_unless_one_row_exceeds_it(rows: Rows, max_tokens: int) -> None:
     for microbatch in pack(read_rows(make_batch(rows)), Packing(max_tokens)):
@@ -66,6 +68,7 @@ def test_a_microbatch_keeps_to_its_bound_unless_one_row_exceeds_it(rows: Rows, m
         assert microbatch.grid.numel() <= max_tokens or len(microbatch.grid) == 1
 
 
+@settings(max_examples=examples(300))
 @given(batches.filter(lambda rows: len(rows) <= 8), st.integers(1, 60), st.integers(1, 64))
 def test_no_other_cuts_compute_less(rows: Rows, max_tokens: int, passes: int) -> None:
     own = read_rows(make_batch(rows))
