@@ -40,7 +40,7 @@ KINDS = {
 OTHER = "part"
 """What a part of an unknown type is."""
 
-MEDIA = {"inline_data", "file_data"}
+MEDIA = ("inline_data", "file_data")
 """Fields of Google's parts that are no text."""
 
 _KINDS_OF_MEDIA = {

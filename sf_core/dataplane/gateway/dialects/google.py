@@ -253,7 +253,7 @@ def _parts(content: Any, role: str, where: str, sees: bool = False) -> list[Plac
     known = {"text", _BESIDE_TEXT.get(role)}
     given_parts = get(content, "parts", (list,), [])
     if any(isinstance(part, dict) and "function_response" in part for part in given_parts):
-        known |= MEDIA  # Gemini CLI has the images of a result beside it
+        known |= set(MEDIA)  # Gemini CLI has the images of a result beside it
     placed: list[Placed] = []
     for i, part in enumerate(given_parts):
         at = f"{where}.parts[{i}]"
@@ -284,7 +284,7 @@ def _said(parts: list[Placed], left_out: LeftOut) -> list[str | Part]:
         is_behind_result |= "function_response" in part
         if "text" in part:
             said.append(part["text"])
-        elif left_out.sees and MEDIA & part.keys() and not is_behind_result:
+        elif left_out.sees and part.keys() & set(MEDIA) and not is_behind_result:
             said.append(read_media(part, where, left_out))
     return said
 
@@ -351,7 +351,7 @@ def _results(parts: list[Placed], calls: _OpenCalls, left_out: LeftOut) -> list[
             found = [results[-1]["content"]]
             media = get(given, "parts", (list,), [])
         else:
-            media = [part] * bool(MEDIA & part.keys())
+            media = [part] * bool(part.keys() & set(MEDIA))
         if results or not left_out.sees:
             found += [read_media(one, where, left_out) for one in media]
         if results:
