@@ -30,23 +30,13 @@ def await_stage(cluster: Cluster, config: RunConfig, flow: Popen[bytes], iterati
     assert flow.poll() is None, cluster.log(config)[-2000:]
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        ((1, "train"),),
-        # each flow has a stage to end before that in which it is killed
-        pytest.param(
-            ((1, "rollout"), (1, "train"), (2, "filter"), (2, "publish")), marks=pytest.mark.nightly
-        ),
-    ],
-    ids=len,
-)
-def test_a_flow_that_is_killed_goes_on_in_the_stage_where_it_was_killed(
-    cluster: Cluster, kills: tuple[tuple[int, str], ...]
-) -> None:
-    config = cluster.config(f"flow-killed-{len(kills)}")
+# the next test kills a flow once, where it costs most: while it trains
+@pytest.mark.nightly
+def test_a_flow_that_is_killed_in_any_stage_goes_on_in_this_stage(cluster: Cluster) -> None:
+    config = cluster.config("flow-killed")
     before: dict[tuple[int, str], Any] = {}
-    for iteration, stage in kills:
+    # each flow has a stage to end before that in which it is killed
+    for iteration, stage in ((1, "rollout"), (1, "train"), (2, "filter"), (2, "publish")):
         process = cluster.start(config)
         await_stage(cluster, config, process, iteration, stage)
         process.kill()
@@ -59,7 +49,34 @@ def test_a_flow_that_is_killed_goes_on_in_the_stage_where_it_was_killed(
     assert {key: after[key] for key in before} == before
     check_result(config)
 
-    # a finished run is not run again
+
+def test_an_older_flow_is_refused_a_killed_one_is_continued_and_a_finished_run_is_not_run_again(
+    cluster: Cluster,
+) -> None:
+    """Of two flows on one run the newer goes on, and what it has not finished when it is killed is finished
+    by a third one."""
+    config = cluster.config("flows", train={"iterations": 6})
+    older = cluster.start(config)
+    wait_until(lambda: is_committed(config, 0, "publish") or older.poll() is not None, "an iteration")
+    older.send_signal(signal.SIGSTOP)
+    before = manifests(config)
+    newer = cluster.start(config)
+    wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
+    older.send_signal(signal.SIGCONT)
+    assert older.wait(patience()) != 0
+    assert re.search("[Aa]ttempt 1 .*was superseded by a later attempt", cluster.log(config))
+
+    await_stage(cluster, config, newer, 2, "train")
+    newer.kill()
+    newer.wait()
+    now = manifests(config)
+    assert {key: now[key] for key in before} == before
+    assert {manifest["attempt"] for manifest in now.values()} == {1, 2}
+    cluster.finish(config, cluster.start(config))
+    after = manifests(config)
+    assert {key: after[key] for key in now} == now
+    check_result(config)
+
     cluster.finish(config, cluster.start(config))
     assert manifests(config) == after
 
@@ -124,22 +141,4 @@ def test_a_run_goes_on_after_its_leases_were_lost_with_a_data_plane_that_was_lon
     finally:
         trainer.resume()
     cluster.finish(config, process)
-    check_result(config)
-
-
-def test_of_two_flows_on_one_run_the_older_is_refused_and_the_newer_finishes(cluster: Cluster) -> None:
-    config = cluster.config("two-flows", train={"iterations": 5})
-    older = cluster.start(config)
-    wait_until(lambda: is_committed(config, 0, "publish") or older.poll() is not None, "an iteration")
-    older.send_signal(signal.SIGSTOP)
-    before = manifests(config)
-    newer = cluster.start(config)
-    wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
-    older.send_signal(signal.SIGCONT)
-    assert older.wait(patience()) != 0
-    assert re.search("[Aa]ttempt 1 .*was superseded by a later attempt", cluster.log(config))
-    cluster.finish(config, newer)
-    after = manifests(config)
-    assert {key: after[key] for key in before} == before
-    assert {manifest["attempt"] for manifest in after.values()} == {1, 2}
     check_result(config)
