@@ -121,7 +121,7 @@ test-newest: setup ## install from nothing into the newest Python found here, wi
 test-lowest: setup ## install the lowest packages that pyproject.toml allows, and run the smoke tests
 	@$(BIN)/python -m tests.pythons lowest
 
-# minutes of kills, retries and emulated fleets, all examples drawn anew (tests/properties.py), then the mutations;
+# minutes of kills, retries and emulated fleets, all examples drawn anew (tests/bench/properties.py), then the mutations;
 # on a machine with nothing else
 nightly: check ## run the long tests (sizes, kills, emulated fleets), all examples and the mutations, on an idle machine
 	SF_EXAMPLES=all $(BIN)/pytest -m 'nightly or hypothesis'

@@ -50,7 +50,7 @@ from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tables.schema import PART, TURN
 from tests.bench.training.gang import Member, Try
-from tests.sf_core.training.model_contract import Setup
+from tests.bench.training.model_contract import Setup
 
 SIZES: dict[str, dict[str, Any]] = {
     "32k": dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=4),

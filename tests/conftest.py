@@ -11,7 +11,7 @@ from typing import Any
 import certifi
 import pytest
 
-pytest_plugins = ["tests.bench.fixtures", "tests.properties"]
+pytest_plugins = ["tests.bench.fixtures", "tests.bench.properties"]
 
 # set in the workers of pytest-xdist; a console that is made then keeps this width
 os.environ.pop("COLUMNS", None)

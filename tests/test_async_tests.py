@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.bench import ROOT
-from tests.patience import patience
+from tests.bench.waits import patience
 
 TESTS = """
 import asyncio

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.bench.training.policies import VOCABULARY, gpt2, mixture, phi, qwen
-from tests.closeness import BACKWARD, FORWARD, assert_gradients, assert_rounded
+from tests.bench import closeness
+from tests.bench.training import policies
 
 MARGIN = 4
 """How much more is allowed: what is compared may compute in another order, on another machine."""
@@ -32,7 +32,7 @@ def logprobs_and_gradients(folder: Path, dtype: torch.dtype) -> tuple[torch.Tens
             if hasattr(module, "variance_epsilon"):
                 module.forward = partial(normalised, module)
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCABULARY, (8, 24), generator=random)
+    ids = torch.randint(policies.VOCABULARY, (8, 24), generator=random)
     advantages = torch.randn(8, 1, generator=random)
     found = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     (found * advantages).sum().backward()
@@ -40,34 +40,36 @@ def logprobs_and_gradients(folder: Path, dtype: torch.dtype) -> tuple[torch.Tens
     return found, {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-@pytest.mark.parametrize("make", [qwen, gpt2, phi, mixture], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [policies.qwen, policies.gpt2, policies.phi, policies.mixture], ids=lambda make: make.__name__
+)
 def test_networks_cost_a_part_of_what_is_allowed(make: Any, tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
     (found, gradients), (exact, wanted) = (
         logprobs_and_gradients(tmp_path, dtype) for dtype in (torch.float32, torch.float64)
     )
-    assert_rounded(found, exact, FORWARD / MARGIN)
-    assert_gradients(gradients, wanted, BACKWARD / MARGIN)
+    closeness.assert_rounded(found, exact, closeness.FORWARD / MARGIN)
+    closeness.assert_gradients(gradients, wanted, closeness.BACKWARD / MARGIN)
 
 
 def test_a_tolerance_grows_with_the_numbers_and_shrinks_with_them() -> None:
     for size in (1e-6, 1.0, 1e6):
         exact = np.array([size, size / 1000])
-        assert_rounded(exact * (1 + 1e-6), exact, 10)
+        closeness.assert_rounded(exact * (1 + 1e-6), exact, 10)
         with pytest.raises(AssertionError, match=r"^a number is .* at index 1, and .* is 10 roundings of "):
-            assert_rounded(exact + [0, size * 2e-6], exact, 10)
+            closeness.assert_rounded(exact + [0, size * 2e-6], exact, 10)
 
 
 def test_a_gradient_is_measured_by_its_own_size_unless_it_is_a_difference_of_larger_ones() -> None:
     exact = {"large": np.array([1.0]), "small": np.array([0.01]), "none": np.array([0.0])}
-    assert_gradients({**exact, "none": np.array([1e-8])}, exact, 100)
+    closeness.assert_gradients({**exact, "none": np.array([1e-8])}, exact, 100)
     for name, wrong in (("small", 0.01001), ("none", 1e-6)):
         with pytest.raises(AssertionError, match=f"^{name} is "):
-            assert_gradients({**exact, name: np.array([wrong])}, exact, 100)
+            closeness.assert_gradients({**exact, name: np.array([wrong])}, exact, 100)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_not_finite_is_no_rounding(wrong: float) -> None:
     with pytest.raises(AssertionError):
-        assert_rounded([1.0, wrong], [1.0, 1.0], 1e9)
-    assert_rounded([1.0, wrong], [1.0, wrong], 1)
+        closeness.assert_rounded([1.0, wrong], [1.0, 1.0], 1e9)
+    closeness.assert_rounded([1.0, wrong], [1.0, wrong], 1)

@@ -12,11 +12,9 @@ import yaml
 
 from sf_core.config.yaml_file import load_config
 from sf_core.import_path import python_module
-from tests.bench.namesakes import make_namesakes
-from tests.e2e.conftest import ROOT, is_committed
-from tests.e2e.invariants import check_result, weights
-from tests.e2e.prefect_home import make_prefect_home
-from tests.patience import patience, wait_until
+from tests import bench
+from tests.bench import waits
+from tests.bench.stacks import invariants
 
 RUN = {
     "run_id": "first",
@@ -37,23 +35,26 @@ def kill_dataplane(command: int) -> None:
 
 
 def test_a_run_of_two_iterations_trains_although_its_data_plane_is_killed(tmp_path: Path) -> None:
-    make_namesakes(tmp_path)
+    bench.namesakes.make_namesakes(tmp_path)
     (tmp_path / "mine.py").write_text("from tests.varied_package import *\n", encoding="utf-8")
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(RUN | {"storage": {"root": str(tmp_path / "runs")}}), encoding="utf-8")
     config = load_config(file)
-    home = make_prefect_home(tmp_path / "prefect")
-    env = os.environ | {"PREFECT_HOME": home, "PYTHONPATH": str(ROOT)}
+    home = bench.stacks.prefect_home.make_prefect_home(tmp_path / "prefect")
+    env = os.environ | {"PREFECT_HOME": home, "PYTHONPATH": str(bench.ROOT)}
     env.pop("PREFECT_API_URL", None)
     command = python_module("sf_core", "train", str(file))
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
     ) as process:
-        wait_until(lambda: is_committed(config, 0, "rollout") or process.poll() is not None, "a batch")
+        waits.wait_until(
+            lambda: bench.stacks.cluster.is_committed(config, 0, "rollout") or process.poll() is not None,
+            "a batch",
+        )
         if process.poll() is None:
             kill_dataplane(process.pid)
-        output, _ = process.communicate(timeout=patience())
+        output, _ = process.communicate(timeout=waits.patience())
     assert process.returncode == 0, output
-    assert output.startswith(f"note: this folder has a copy of SeamlessFlow, but {ROOT} runs\n")
-    check_result(config)
-    assert len(set(weights(config))) == 2
+    assert output.startswith(f"note: this folder has a copy of SeamlessFlow, but {bench.ROOT} runs\n")
+    invariants.check_result(config)
+    assert len(set(invariants.weights(config))) == 2

@@ -11,14 +11,14 @@ from typing import cast
 
 import pytest
 
-from tests.patience import patience
-from tests.properties import pytest_configure
+from tests.bench.properties import pytest_configure
+from tests.bench.waits import patience
 
 ROOT = Path(__file__).parents[1]
 PROPERTY = """
 from pathlib import Path
 from hypothesis import given, strategies as st
-from tests.properties import examples
+from tests.bench.properties import examples
 
 @given(st.lists(st.text() | st.integers() | st.floats(allow_nan=False)))
 def test_draws(values):
@@ -49,7 +49,7 @@ def run_pytest(folder: Path, *options: str, **env: str) -> tuple[str, list[str]]
     (folder / "drawn").unlink(missing_ok=True)
     own = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SF_EXAMPLES": ""}
     env = os.environ | own | env
-    plugins = ["-p", "_hypothesis_pytestplugin", "-p", "tests.properties", "-p", "no:cacheprovider"]
+    plugins = ["-p", "_hypothesis_pytestplugin", "-p", "tests.bench.properties", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *plugins, *options]
     done = subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tests.patience import patience
-from tests.pythons import PROJECT, makes_environments, named_pythons, places_of, untested_bounds
+from tests import pythons
+from tests.bench.waits import patience
 
 ROOT = Path(__file__).parents[1]
 # a Python that says it is of another version, and makes no environments
@@ -41,8 +41,8 @@ def set_up_with(version: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("version", ["2.7", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14", "3.15"])
 def test_setup_takes_the_pythons_that_the_metadata_names(version: str, tmp_path: Path) -> None:
     major, minor = map(int, version.split("."))
-    is_named = major == 3 and minor in named_pythons()
-    assert SpecifierSet(PROJECT["requires-python"]).contains(version) == is_named
+    is_named = major == 3 and minor in pythons.named_pythons()
+    assert SpecifierSet(pythons.PROJECT["requires-python"]).contains(version) == is_named
     done = set_up_with(version, tmp_path)
     if is_named:
         assert "asked for -m venv" in done.stdout
@@ -79,15 +79,15 @@ def test_setup_does_not_take_an_environment_of_another_python(tmp_path: Path) ->
     "page", ["README.md", "docs/index.md", "docs/start/install.md", "docs/start/quickstart.md", "Makefile"]
 )
 def test_pages_name_the_same_pythons(page: str) -> None:
-    *first, last = (f"3.{minor}" for minor in named_pythons())
+    *first, last = (f"3.{minor}" for minor in pythons.named_pythons())
     assert f"Python {', '.join(first)} or {last}" in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_a_python_counts_if_it_runs_and_is_of_its_version(tmp_path: Path) -> None:
     here = sys.version_info[1]
-    assert makes_environments(sys.executable, here)
-    assert not makes_environments(sys.executable, here + 1)
-    assert not makes_environments("/bin/false", here)
+    assert pythons.makes_environments(sys.executable, here)
+    assert not pythons.makes_environments(sys.executable, here + 1)
+    assert not pythons.makes_environments("/bin/false", here)
 
 
 def test_pythons_of_pyenv_are_found_beside_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +96,13 @@ def test_pythons_of_pyenv_are_found_beside_the_path(tmp_path: Path, monkeypatch:
     ours.touch()
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [*places_of(13)] == [str(ours)]
-    assert [*places_of(12)] == []
+    assert [*pythons.places_of(13)] == [str(ours)]
+    assert [*pythons.places_of(12)] == []
 
 
 def test_a_bound_that_nothing_tests_is_told() -> None:
     pins = "numpy==2.0.0\nruamel-yaml==0.19.1\ncertifi==2023.5.7\nopenai==3.50.0\ntorch==2.13.0\n"
-    told = untested_bounds(
+    told = pythons.untested_bounds(
         ["numpy>=2", "ruamel.yaml>=0.19", "certifi", "openai[aiohttp]>=3.50,<4", "torch==2.13.0"], pins
     )
     assert [*told] == [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.waits import patience
 from tests.budgets import count_code_lines, open_flaky
-from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
 TESTS = """

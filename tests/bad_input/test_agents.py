@@ -14,9 +14,9 @@ from sf_core.cli.rehearsal.check import check_first_task, is_rehearsed
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import load_config
 from storage.run_directory import RunDirectory
+from tests import bench
+from tests.bench import refusals
 from tests.bench.commands import sf
-from tests.bench.refusals import check_sentence, snapshot
-from tests.bench.runs import configure, pretend
 
 MODULE = """
 import os
@@ -81,13 +81,13 @@ def test_an_agent_that_raises_is_refused_before_anything_starts(agents: Path) ->
     code, output = sf("train", "quickstart", *sets)
     assert (code, output.startswith(TRYING)) == (1, True), output
     sentence = output.partition("error: ")[2]
-    check_sentence(
+    refusals.check_sentence(
         sentence,
         "the agent failed at first_agents.py:13: KeyError: 'boom' (so it was for two tasks that were tried "
         "with a scripted answer before the start): correct the code, which `sf try` shows in more detail, or "
         "start the run all the same with --skip-try",
     )
-    assert snapshot(runs) == {}
+    assert refusals.snapshot(runs) == {}
 
 
 def test_an_agent_that_ends_its_process_is_only_told_and_nothing_large_is_loaded(agents: Path) -> None:
@@ -137,7 +137,7 @@ def test_only_new_runs_whose_agents_work_here_are_rehearsed(
 
 def test_a_run_with_sessions_is_not_rehearsed_again(agents: Path) -> None:
     run = RunDirectory(str(agents / "r"))
-    config = configure(run, train={"iterations": 3}, storage={"root": str(agents)})
+    config = bench.runs.configure(run, train={"iterations": 3}, storage={"root": str(agents)})
     assert is_rehearsed(config), "it was stopped before its first batch"
-    pretend(run, 1, finished=False)
+    bench.runs.pretend(run, 1, finished=False)
     assert not is_rehearsed(config)

@@ -13,13 +13,13 @@ import pytest
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError
 from sf_core.config.yaml_file import load_config
+from tests.bench import refusals
 from tests.bench.commands import check_refused
-from tests.bench.refusals import Refusal, check_sentence, refuses
 
 SCHEMA = RunConfig.model_json_schema()
 
 
-@refuses("""
+@refusals.refuses("""
     --set rollout.success=answer
     > --set rollout.success: expected a mapping of its settings, got 'answer'
     --set rollout.curriculum=[progress]
@@ -161,13 +161,13 @@ SCHEMA = RunConfig.model_json_schema()
     > rollout.group_size, or use train.advantage whitened; train.weights lists the same kind twice
 """)
 def test_a_setting_that_is_not_allowed_is_refused_with_its_place(
-    refusal: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refusal: refusals.Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOT_SET", raising=False)
     refusal.check(tmp_path)
 
 
-@refuses("""
+@refusals.refuses("""
     train: {learning_rate: 0.001}
     seed: 1
     
@@ -224,7 +224,7 @@ def test_a_setting_that_is_not_allowed_is_refused_with_its_place(
     > run.yaml line 1: seed: input should be a valid integer, unable to parse string as an integer, got
     > 'two\\nlines'
 """)
-def test_a_file_that_is_no_configuration_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+def test_a_file_that_is_no_configuration_is_refused(refusal: refusals.Refusal, tmp_path: Path) -> None:
     refusal.check(tmp_path)
 
 
@@ -297,14 +297,14 @@ def refused(override: str) -> str:
 
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{key}={json.dumps(value)}" for key, value in WRONG])
 def test_a_wrong_value_is_refused_with_its_key(key: str, value: Any) -> None:
-    check_sentence(refused(f"{key}={json.dumps(value)}"), "--set ", key)
+    refusals.check_sentence(refused(f"{key}={json.dumps(value)}"), "--set ", key)
 
 
 @pytest.mark.parametrize(
     "section", ["", *(f"{key}." for key, field in settings(SCHEMA) if resolved(field).get("properties"))]
 )
 def test_an_unknown_key_is_refused_with_those_that_are_allowed(section: str) -> None:
-    check_sentence(refused(f"{section}typo=1"), f"--set {section}typo: unknown key; allowed here: ")
+    refusals.check_sentence(refused(f"{section}typo=1"), f"--set {section}typo: unknown key; allowed here: ")
 
 
 @pytest.mark.parametrize(
@@ -346,8 +346,8 @@ def test_a_file_that_is_too_large_or_no_text_is_named(tmp_path: Path, text: byte
 
 
 def test_an_option_that_is_nested_too_deeply_or_names_nothing_is_refused() -> None:
-    check_sentence(refused("seed=" + "[" * 1000), "--set seed: ")
-    check_sentence(refused("..=1"), "--set ")
+    refusals.check_sentence(refused("seed=" + "[" * 1000), "--set seed: ")
+    refusals.check_sentence(refused("..=1"), "--set ")
 
 
 def test_a_folder_is_no_configuration(tmp_path: Path) -> None:

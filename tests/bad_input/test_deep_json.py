@@ -9,8 +9,8 @@ import pytest
 
 from storage.json_files import load_json
 from storage.run_directory import RunDirectory
+from tests.bench import runs
 from tests.bench.commands import check_refused
-from tests.bench.runs import configure, conversation, sample
 
 LEVELS = 100_000
 DEEP = b'{"version":"1.0","model":' + b"[" * LEVELS + b"]" * LEVELS + b"}"
@@ -19,9 +19,9 @@ DEEP = b'{"version":"1.0","model":' + b"[" * LEVELS + b"]" * LEVELS + b"}"
 @pytest.fixture
 def run(tmp_path: Path, model_dir: str) -> RunDirectory:
     made = RunDirectory(str(tmp_path / "runs" / "run-1"))
-    configure(made)
+    runs.configure(made)
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    sample(made, 0, [conversation(turns)])
+    runs.sample(made, 0, [runs.conversation(turns)])
     shutil.copytree(model_dir, made.start_dir)
     made.write_summary({"iterations": 1})
     return made

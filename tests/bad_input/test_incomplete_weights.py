@@ -26,10 +26,9 @@ from sf_core.training.teacher_folder import find_teacher
 from sf_core.training.torch.network import Network
 from sf_core.types import Task
 from storage.run_directory import RunDirectory
-from tests.bench.commands import check_refused
+from tests import bench
+from tests.bench import refusals
 from tests.bench.policy_server import publish_run
-from tests.bench.refusals import check_sentence, clear_refusal
-from tests.bench.runs import configure
 
 FILE = "model.safetensors"
 LAYER = "model.layers.1."
@@ -108,7 +107,9 @@ def model(two_layer_policy: str, tmp_path: Path) -> Path:
 
 
 def settings(tmp_path: Path, **sections: Any) -> RunConfig:
-    return configure(RunDirectory(str(tmp_path / "r")), storage={"root": str(tmp_path)}, **sections)
+    return bench.runs.configure(
+        RunDirectory(str(tmp_path / "r")), storage={"root": str(tmp_path)}, **sections
+    )
 
 
 def begin(tmp_path: Path, model: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_folder_that_lacks_weights_is_refused_before_anything_starts(
         (model / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     damage, names = FAULTS[fault]
     damage(model)
-    with clear_refusal(setting, str(model), *names):
+    with refusals.clear_refusal(setting, str(model), *names):
         read(tmp_path, model)
     assert not Path(tmp_path, "r", "start").exists()
 
@@ -182,7 +183,7 @@ def test_the_command_that_checks_a_folder_finds_what_it_lacks(
 ) -> None:
     damage, names = FAULTS[fault]
     damage(model)
-    check_refused(tmp_path, ["model", str(model)], str(model), *names)
+    bench.commands.check_refused(tmp_path, ["model", str(model)], str(model), *names)
 
 
 def named(run: RunDirectory) -> RunConfig:
@@ -213,7 +214,7 @@ def test_a_version_of_a_run_that_lacks_weights_is_not_read(tmp_path: Path, reade
     run = publish_run(tmp_path, num_layers=2)
     damage, names = FAULTS[fault]
     damage(Path(run.weights_dir(3)))
-    with clear_refusal(run.weights_dir(3), *names):
+    with refusals.clear_refusal(run.weights_dir(3), *names):
         OF_A_RUN[reader](run)
 
 
@@ -222,7 +223,7 @@ def test_a_run_does_not_go_on_from_a_start_that_lacks_weights(tmp_path: Path, fa
     run = publish_run(tmp_path, num_layers=2)
     damage, names = FAULTS[fault]
     damage(Path(run.start_dir))
-    with clear_refusal(f"run {run.run_id}: ", run.start_dir, *names):
+    with refusals.clear_refusal(f"run {run.run_id}: ", run.start_dir, *names):
         check_start(named(run))
 
 
@@ -231,7 +232,7 @@ def test_a_run_does_not_go_on_from_a_start_that_lacks_weights(tmp_path: Path, fa
 def test_who_reads_weights_at_last_does_not_draw_what_is_missing(model: Path, fault: str, read: str) -> None:
     damage, names = FAULTS[fault]
     damage(model)
-    with clear_refusal(str(model), *names):
+    with refusals.clear_refusal(str(model), *names):
         if read == "trainer":
             Network(str(model))
         else:
@@ -260,4 +261,4 @@ def test_a_quantised_judge_is_compared_by_its_modules(tmp_path: Path, model: Pat
         lose_layer(model)
     # this machine may have no vLLM, which is told after the folders
     assert not any("lacks" in told for told in found[:-1])
-    check_sentence(found[-1], "environment.judges.quality.model: ", "lacks 11 of the 24 weights")
+    refusals.check_sentence(found[-1], "environment.judges.quality.model: ", "lacks 11 of the 24 weights")

@@ -12,8 +12,7 @@ from sf_core.cli.stack.processes import client_settings
 from sf_core.dataplane.journal.journal_file import private
 from storage.errors import StorageError
 from storage.run_directory import RunDirectory
-from tests.bench.commands import check_refused, sf
-from tests.bench.runs import configure, conversation, sample
+from tests.bench import commands, runs
 
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
@@ -21,8 +20,8 @@ TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     made = RunDirectory(str(tmp_path / "runs" / "run-1"))
-    configure(made)
-    sample(made, 0, [conversation(TURNS)])
+    runs.configure(made)
+    runs.sample(made, 0, [runs.conversation(TURNS)])
     return made
 
 
@@ -37,24 +36,24 @@ def replace_by_pipe(path: str) -> str:
 )
 def test_a_pipe_in_a_run_is_refused_without_waiting(run: RunDirectory, name: str) -> None:
     told = replace_by_pipe(run.path(name))
-    assert check_refused(Path(run.uri), ["report", run.uri]) == told
+    assert commands.check_refused(Path(run.uri), ["report", run.uri]) == told
 
 
 def test_a_pipe_as_configuration_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(file := tmp_path / "run.yaml")
     told = f"{file}: cannot be read: {file} is a named pipe, but must be a file: remove or rename it\n"
-    assert check_refused(tmp_path, ["train", str(file)]) == told
+    assert commands.check_refused(tmp_path, ["train", str(file)]) == told
 
 
 def test_a_report_does_not_replace_a_device(run: RunDirectory) -> None:
     told = "/dev/full: the storage failed ([Errno 28] No space left on device)\n"
-    assert check_refused(Path(run.uri), ["report", run.uri, "--output", "/dev/full"]) == told
+    assert commands.check_refused(Path(run.uri), ["report", run.uri, "--output", "/dev/full"]) == told
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 
 def test_a_report_is_written_through_a_link_of_the_user(run: RunDirectory, tmp_path: Path) -> None:
     (link := tmp_path / "newest.html").symlink_to(tmp_path / "published.html")
-    code, output = sf("report", run.uri, "--output", str(link))
+    code, output = commands.sf("report", run.uri, "--output", str(link))
     assert (code, link.is_symlink()) == (0, True), output
     assert "<html" in (tmp_path / "published.html").read_text(encoding="utf-8")
 
@@ -64,7 +63,7 @@ def test_a_report_in_a_run_is_not_written_through_a_link(run: RunDirectory, tmp_
     link = Path(run.path("report.html"))
     link.symlink_to(tmp_path / "precious")
     told = f"{link} is a link, but must be a file: remove or rename it\n"
-    assert check_refused(tmp_path, ["report", run.uri]) == told
+    assert commands.check_refused(tmp_path, ["report", run.uri]) == told
 
 
 def test_authorities_and_journals_are_not_written_through_a_link(tmp_path: Path) -> None:

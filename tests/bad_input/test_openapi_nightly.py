@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.openapi import make_document
-from tests.bad_input.test_openapi import check
+from tests.bad_input.openapi_cases import check
 from tests.bench.dataplane.planes import ServedPlane
 
 API = schemathesis.openapi.from_dict(make_document(make_app("key").routes))

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from sf_core.cli.arguments.proxies import check_proxies
 from sf_core.import_path import ROOT
 from sf_core.surroundings import reach_directly
-from tests.bench.proxies import EXCEPTIONS, VARIABLES
+from tests import bench
+from tests.bench import proxies
 from tests.bench.refusals import check_sentence
-from tests.patience import patience
-from tests.properties import examples
 
 SOCKS = ("socks5://127.0.0.1:1080", "socks5h://me:hidden@proxy.example:1080")
 WRONG = (
@@ -37,7 +36,7 @@ GOOD = ("::1", "10.0.0.0/8", "*", ".example.com", "host:80", "", " localhost ", 
 
 @pytest.fixture(autouse=True)
 def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*VARIABLES, *EXCEPTIONS):
+    for name in (*proxies.VARIABLES, *proxies.EXCEPTIONS):
         monkeypatch.delenv(name, raising=False)
     yield
 
@@ -49,7 +48,7 @@ def refusal() -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", proxies.VARIABLES)
 @pytest.mark.parametrize("value", SOCKS)
 def test_a_socks_proxy_needs_its_package(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
@@ -59,7 +58,7 @@ def test_a_socks_proxy_needs_its_package(monkeypatch: pytest.MonkeyPatch, name: 
     check_sentence(refusal(), f"{name} names a SOCKS proxy (socks5", "pip install 'httpx[socks]'")
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", proxies.VARIABLES)
 @pytest.mark.parametrize("value", WRONG)
 def test_what_is_no_address_of_a_proxy_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
@@ -68,7 +67,7 @@ def test_what_is_no_address_of_a_proxy_is_named(
     check_sentence(refusal(), f"{name} is ", "which is not the address of a proxy", f"or unset {name}")
 
 
-@pytest.mark.parametrize("name", EXCEPTIONS)
+@pytest.mark.parametrize("name", proxies.EXCEPTIONS)
 @pytest.mark.parametrize("value", UNREADABLE)
 def test_an_exception_that_no_client_can_read_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
@@ -77,10 +76,10 @@ def test_an_exception_that_no_client_can_read_is_named(
     check_sentence(refusal(), f"{name} contains {value!r}", "addresses without brackets", "range")
 
 
-@pytest.mark.parametrize("name", EXCEPTIONS)
+@pytest.mark.parametrize("name", proxies.EXCEPTIONS)
 def test_other_exceptions_and_proxies_are_used(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, ",".join(GOOD))
-    for proxy in VARIABLES:
+    for proxy in proxies.VARIABLES:
         monkeypatch.setenv(proxy, "http://me:hidden@proxy.example:3128")
     before = dict(os.environ)
     check_proxies()
@@ -112,10 +111,12 @@ ENTRIES = st.sampled_from([*GOOD, *UNREADABLE, "a b", "http://h", "[", ":", "/",
 ADDRESSES = st.sampled_from(["", "h:1", "h", "https://h:1", "//h:1", " ", *WRONG, *SOCKS])
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=bench.properties.examples(60), deadline=None)
 @given(
-    values=st.dictionaries(st.sampled_from(VARIABLES), ADDRESSES),
-    exceptions=st.dictionaries(st.sampled_from(EXCEPTIONS), st.lists(ENTRIES, max_size=3).map(",".join)),
+    values=st.dictionaries(st.sampled_from(proxies.VARIABLES), ADDRESSES),
+    exceptions=st.dictionaries(
+        st.sampled_from(proxies.EXCEPTIONS), st.lists(ENTRIES, max_size=3).map(",".join)
+    ),
 )
 def test_after_the_check_a_client_can_be_made_and_reaches_this_machine_directly(
     values: dict[str, str], exceptions: dict[str, str]
@@ -123,7 +124,7 @@ def test_after_the_check_a_client_can_be_made_and_reaches_this_machine_directly(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**values, **exceptions}.items():
             patch.setenv(name, value)
-        for name in EXCEPTIONS:
+        for name in proxies.EXCEPTIONS:
             # `reach_directly` sets both
             patch.setenv(name, os.environ.get(name, ""))
         try:
@@ -143,7 +144,7 @@ def test_sf_train_refuses_before_anything_starts(name: str, value: str) -> None:
     command = [sys.executable, "-m", "sf_core", "train", "quickstart"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), name: value}
     done = subprocess.run(
-        command, env=environment, capture_output=True, encoding="utf-8", timeout=patience(60)
+        command, env=environment, capture_output=True, encoding="utf-8", timeout=bench.waits.patience(60)
     )
     assert done.returncode == 2 and done.stdout == "", done.stdout
     assert done.stderr.startswith(f"error: {name} ") and done.stderr.count("\n") == 1

@@ -9,9 +9,8 @@ import pytest
 
 from sf_core.dataplane.bodies import MAX_PARTS, MAX_STEPS
 from sf_core.dataplane.gateway.dialects.checks import MAX_STOPS, MAX_TOOLS, MAX_TOOLS_BYTES
-from tests.bench.dataplane.planes import CALC, ServedPlane
-from tests.bench.dataplane.specs import SPEC, changed
-from tests.bench.refusals import check_sentence, snapshot
+from tests.bench import refusals
+from tests.bench.dataplane import planes, specs
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -38,7 +37,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
             {"role": "assistant", "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "c1"},
         ],
-        "tools": [CALC],
+        "tools": [planes.CALC],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "max_tokens": 8,
@@ -70,7 +69,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "model": "policy",
         "input": [*HI, {"type": "function_call", "name": "calc", "call_id": "c1", "arguments": "{}"}],
         "instructions": "Be brief.",
-        "tools": [{"type": "function", **CALC["function"]}],
+        "tools": [{"type": "function", **planes.CALC["function"]}],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "max_output_tokens": 8,
@@ -141,9 +140,9 @@ ODD: list[Any] = [
 ODD += [{"type": "x"}, {"role": "x"}, [{"role": "user", "content": [{}]}], DEEP, [DEEP], "\ud800"]
 
 
-def ask(plane: ServedPlane, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
+def ask(plane: planes.ServedPlane, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
     """Status and sentence of a refusal; checks that it is one sentence and that nothing has changed."""
-    before = snapshot(plane.run_dir)
+    before = refusals.snapshot(plane.run_dir)
     num_asked = len(plane.asked)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = plane.http.request(method, path, content=None if method == "GET" else content)
@@ -152,14 +151,14 @@ def ask(plane: ServedPlane, path: str, body: Any, method: str = "POST") -> tuple
     if response.status_code < 400:
         return response.status_code, ""
     sentence = str(response.json()["error"]["message"])
-    check_sentence(sentence)
+    refusals.check_sentence(sentence)
     assert plane.model_dir not in response.text and str(plane.run_dir) not in response.text
-    assert (snapshot(plane.run_dir), len(plane.asked)) == (before, num_asked)
+    assert (refusals.snapshot(plane.run_dir), len(plane.asked)) == (before, num_asked)
     return response.status_code, sentence
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_a_whole_request_is_answered(refusing_plane: ServedPlane, path: str) -> None:
+def test_a_whole_request_is_answered(refusing_plane: planes.ServedPlane, path: str) -> None:
     assert ask(refusing_plane, path, REQUESTS[path])[0] == 200
 
 
@@ -168,7 +167,7 @@ FIELDS = [(path, field) for path, request in REQUESTS.items() for field in reque
 
 @pytest.mark.parametrize(("path", "field"), FIELDS)
 def test_odd_values_of_a_field_are_answered_or_refused(
-    refusing_plane: ServedPlane, path: str, field: str
+    refusing_plane: planes.ServedPlane, path: str, field: str
 ) -> None:
     refused = [ask(refusing_plane, path, REQUESTS[path] | {field: value})[1] for value in ODD]
     if field not in ("store", "metadata", "safetySettings"):
@@ -236,14 +235,16 @@ NESTED: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize(("path", "name", "change"), NESTED, ids=lambda value: str(value)[:60])
 def test_what_is_wrong_inside_a_field_is_named(
-    refusing_plane: ServedPlane, path: str, name: str, change: dict[str, Any]
+    refusing_plane: planes.ServedPlane, path: str, name: str, change: dict[str, Any]
 ) -> None:
     status, sentence = ask(refusing_plane, path, REQUESTS.get(path, {}) | change)
     assert status in (400, 404)
-    check_sentence(sentence, name)
+    refusals.check_sentence(sentence, name)
 
 
-MANY = [{**CALC, "function": {**CALC["function"], "name": f"f{i}"}} for i in range(MAX_TOOLS + 1)]
+MANY = [
+    {**planes.CALC, "function": {**planes.CALC["function"], "name": f"f{i}"}} for i in range(MAX_TOOLS + 1)
+]
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"tools": [{"function": {"name": "calc"}}] * 2000}}
 VAST = {"type": "object", "description": "x" * (MAX_TOOLS_BYTES + 1)}
 STOPS = [str(i) for i in range(MAX_STOPS + 1)]
@@ -261,7 +262,12 @@ TOO_MANY: list[tuple[str, str, str, dict[str, Any]]] = [
         {"tools": [{"function": {"name": "f", "parameters": VAST}}]},
     ),
     (COMPLETIONS, "at most 64 stop strings", "stop", {"stop": STOPS}),
-    (RESPONSES, "at most 1024 tools", "tools", {"tools": [{"type": "function", **CALC["function"]}] * 1025}),
+    (
+        RESPONSES,
+        "at most 1024 tools",
+        "tools",
+        {"tools": [{"type": "function", **planes.CALC["function"]}] * 1025},
+    ),
     (RESPONSES, "at most 262144 bytes as JSON", "metadata", {"metadata": {"x": "y" * 300_000}}),
     (RESPONSES, "at most 1048576 bytes as JSON", "instructions", {"instructions": "y" * 2_000_000}),
     (
@@ -293,11 +299,11 @@ TOO_MANY: list[tuple[str, str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "limit", "name", "change"), TOO_MANY, ids=lambda value: str(value)[:40])
 def test_a_limit_names_what_is_too_much(
-    refusing_plane: ServedPlane, path: str, limit: str, name: str, change: dict[str, Any]
+    refusing_plane: planes.ServedPlane, path: str, limit: str, name: str, change: dict[str, Any]
 ) -> None:
     status, sentence = ask(refusing_plane, path, REQUESTS[path] | change)
     assert status == 400
-    check_sentence(sentence, limit, name.replace("stopSequences", "stop_sequences"))
+    refusals.check_sentence(sentence, limit, name.replace("stopSequences", "stop_sequences"))
 
 
 OVERFLOWS = {
@@ -314,7 +320,7 @@ OVERFLOWS = {
 
 @pytest.mark.parametrize("path", OVERFLOWS)
 def test_what_cannot_fit_is_an_overflow_in_the_words_of_its_provider(
-    refusing_plane: ServedPlane, path: str
+    refusing_plane: planes.ServedPlane, path: str
 ) -> None:
     words, change = OVERFLOWS[path]
     for given in (change, {"prompt": [7] * 200_000} if path == COMPLETIONS else change):
@@ -380,20 +386,20 @@ CONTROL: list[tuple[str, str, Any, int, str]] = [
     ("method", "path", "body", "status", "name"), CONTROL, ids=lambda value: str(value)[:40]
 )
 def test_a_control_route_names_what_is_wrong(
-    refusing_plane: ServedPlane, method: str, path: str, body: Any, status: int, name: str
+    refusing_plane: planes.ServedPlane, method: str, path: str, body: Any, status: int, name: str
 ) -> None:
     got, sentence = ask(refusing_plane, path, body, method)
     assert got == status, sentence
-    check_sentence(sentence, name)
+    refusals.check_sentence(sentence, name)
 
 
 @pytest.mark.parametrize(("field", "limit"), [("reward_parts", MAX_PARTS), ("step_rewards", MAX_STEPS)])
-def test_a_reward_has_so_many_entries(refusing_plane: ServedPlane, field: str, limit: int) -> None:
+def test_a_reward_has_so_many_entries(refusing_plane: planes.ServedPlane, field: str, limit: int) -> None:
     session = refusing_plane.post("/sessions", {"run_id": "run"})["session_id"]
     body = {"reward": 1, field: {str(i): 1 for i in range(limit + 1)}}
     status, sentence = ask(refusing_plane, f"/sessions/{session}/reward", body)
     assert status == 400
-    check_sentence(sentence, field, f"at most {limit} entries, got {limit + 1}")
+    refusals.check_sentence(sentence, field, f"at most {limit} entries, got {limit + 1}")
 
 
 REGISTERED: list[tuple[str, Any]] = [
@@ -416,11 +422,13 @@ REGISTERED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), REGISTERED, ids=lambda value: str(value))
-def test_a_run_that_cannot_be_served_is_refused(refusing_plane: ServedPlane, field: str, value: Any) -> None:
+def test_a_run_that_cannot_be_served_is_refused(
+    refusing_plane: planes.ServedPlane, field: str, value: Any
+) -> None:
     folders = {"run_dir": str(refusing_plane.run_dir / "other"), "model_dir": refusing_plane.model_dir}
-    spec = changed(SPEC | folders | {"run_id": "other"}, **{field: value})
+    spec = specs.changed(specs.SPEC | folders | {"run_id": "other"}, **{field: value})
     status, sentence = ask(refusing_plane, "/runs", spec)
     assert status == 400
-    check_sentence(sentence, value if field == "model_dir" else field)
+    refusals.check_sentence(sentence, value if field == "model_dir" else field)
     assert "short" not in sentence
     assert not (refusing_plane.run_dir / "other").exists()

@@ -18,9 +18,8 @@ from sf_core.cli.serving.app_thread import serve_app
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
 from storage.run_directory import RunDirectory
+from tests.bench import refusals, runs
 from tests.bench.commands import sf
-from tests.bench.refusals import check_sentence, snapshot
-from tests.bench.runs import configure, pretend
 
 VARIABLES = ("PREFECT_API_URL", "SF_SCHEDULER", "SF_DATAPLANE_URL")
 REFUSED = "nothing answers there ([Errno 111] Connection refused)"
@@ -39,8 +38,8 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture
 def stopped_run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(str(tmp_path / "r"))
-    configure(run, train={"iterations": 3}, storage={"root": str(tmp_path)})
-    pretend(run, 1, finished=False)
+    runs.configure(run, train={"iterations": 3}, storage={"root": str(tmp_path)})
+    runs.pretend(run, 1, finished=False)
     return run
 
 
@@ -68,12 +67,12 @@ def test_a_variable_that_nobody_answers_is_refused_before_anything_starts(
     arguments = [command, str(place)]
     if command == "train":
         arguments = [command, "quickstart", "--set", "run_id=r", "--set", f"storage.root={place.parent}"]
-    before = snapshot(place)
+    before = refusals.snapshot(place)
     code, output = sf(*arguments)
     told = f"error: {variable} names {url}, but {REFUSED}: start that {kind}, or unset {variable}"
     assert (code, output.endswith(told)) == (1, True), output
     assert command == "train" or output == told
-    assert snapshot(place) == before
+    assert refusals.snapshot(place) == before
 
 
 @pytest.mark.parametrize("setting", ["cluster.scheduler", "dataplane.url"])
@@ -149,7 +148,7 @@ def test_another_server_at_the_address_is_told(
             return service.check()
         with pytest.raises(ValueError, match=r"^PREFECT_API_URL names ") as refused:
             service.check()
-    check_sentence(str(refused.value), f"{url}{path}, but {fault}", f"start that {kind}, or unset")
+    refusals.check_sentence(str(refused.value), f"{url}{path}, but {fault}", f"start that {kind}, or unset")
 
 
 def test_a_data_plane_answers_without_its_key() -> None:
@@ -162,4 +161,4 @@ def test_a_data_plane_answers_without_its_key() -> None:
 def test_what_is_no_address_is_refused_in_words(address: str) -> None:
     with pytest.raises(ValueError, match=r"^PREFECT_API_URL names ") as refused:
         Service(PREFECT, address, "PREFECT_API_URL").check()
-    check_sentence(str(refused.value), address, "nothing answers there")
+    refusals.check_sentence(str(refused.value), address, "nothing answers there")

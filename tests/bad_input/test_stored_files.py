@@ -22,9 +22,8 @@ from storage.tables.trajectories import read_trajectories, to_table, write_traje
 from storage.tensors.checkpoints import PARTS, TrainerProgress, load_checkpoint, save_shard
 from storage.tensors.shards import Slice
 from storage.tensors.weights import load_weights, save_weights
+from tests.bench import refusals, runs
 from tests.bench.commands import check_refused
-from tests.bench.refusals import check_sentence, clear_refusal, snapshot
-from tests.bench.runs import commit, configure, conversation
 
 ROLLOUT = "trajectories/iteration=0/rollout-1.parquet"
 WEIGHTS = "weights/v00001/model.safetensors"
@@ -40,18 +39,18 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one iteration."""
     torch = pytest.importorskip("torch")
     run = RunDirectory(str(tmp_path_factory.mktemp("runs") / "damaged"))
-    configure(run)
+    runs.configure(run)
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     times = {"started_at": 0.0, "finished_at": 1.0, "version": 1, "lags": []}
-    rows = write_trajectories(run, 0, [conversation(turns)], "rollout-1")
+    rows = write_trajectories(run, 0, [runs.conversation(turns)], "rollout-1")
     sampled = {"groups": [0], "rejected": {}, "reward_mean": 0.5}
-    commit(run, 0, "rollout", outputs=[rows], data=sampled | times)
+    runs.commit(run, 0, "rollout", outputs=[rows], data=sampled | times)
     [weights] = save_weights(run.weights_dir(1), {"w": torch.arange(64.0)}, 1)
     state = {f"{part}/w": (PLACE, torch.arange(8.0)) for part in PARTS}
     progress = TrainerProgress(version=1, optimizer_steps=1)
     save_shard(run.checkpoint_dir(1), state, 0, 1, progress, patience_s=0.0)
     for stage in STAGES[1:]:
-        commit(run, 0, stage, outputs=[weights] if stage == "train" else [], data=times)
+        runs.commit(run, 0, stage, outputs=[weights] if stage == "train" else [], data=times)
     Path(run.path("timeline")).mkdir()
     Path(run.path(TIMELINE)).write_text(json.dumps([SPAN]), encoding="utf-8")
     return Path(run.uri)
@@ -64,10 +63,10 @@ def damaged_run(pristine: Path, tmp_path: Path) -> RunDirectory:
 
 
 def check_unreadable(run: RunDirectory, read: Callable[[], object], *names: str) -> None:
-    before = snapshot(Path(run.uri))
-    with clear_refusal(*names):
+    before = refusals.snapshot(Path(run.uri))
+    with refusals.clear_refusal(*names):
         read()
-    assert snapshot(Path(run.uri)) == before
+    assert refusals.snapshot(Path(run.uri)) == before
 
 
 def bytes_of(run: RunDirectory, name: str) -> bytes:
@@ -75,7 +74,7 @@ def bytes_of(run: RunDirectory, name: str) -> bytes:
 
 
 READERS: dict[str, Callable[[RunDirectory], object]] = {
-    "config.json": lambda run: run.read_config(type(configure(RunDirectory("memory://any")))),
+    "config.json": lambda run: run.read_config(type(runs.configure(RunDirectory("memory://any")))),
     "manifests/00000/rollout.json": lambda run: run.read_manifest(0, "rollout"),
     ROLLOUT: lambda run: read_trajectories(run.path(ROLLOUT), SCHEMA.names),
     WEIGHTS: lambda run: run.verify(_train(run)),
@@ -118,7 +117,7 @@ def test_a_bit_that_flipped_is_noticed_or_changes_nothing(
     try:
         found = READERS[name](damaged_run)
     except ValueError as error:
-        check_sentence(str(error), damaged_run.path(name))
+        refusals.check_sentence(str(error), damaged_run.path(name))
     else:
         # Parquet has checksums of its pages only: of the rest, nothing that is read may differ
         assert name == ROLLOUT and expected.equals(found)

@@ -11,9 +11,8 @@ import pytest
 
 from storage.manifests import STAGE_DATA
 from storage.run_directory import STAGES, RunDirectory
-from tests.bench.commands import check_refused, sf
-from tests.bench.runs import commit, configure, conversation, pretend, sample
-from tests.storage.golden import DATA as STORED
+from tests.bench import commands, runs
+from tests.bench.golden import DATA as STORED
 
 REQUIRED = [
     (stage, name)
@@ -28,11 +27,11 @@ REMEDY = "remove the file to repeat the stage"
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run of one iteration, which was evaluated."""
     made = RunDirectory(str(tmp_path_factory.mktemp("runs") / "run-1"))
-    configure(made)
+    runs.configure(made)
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    sample(made, 0, [conversation(turns)])
+    runs.sample(made, 0, [runs.conversation(turns)])
     for stage in (*STAGES[1:], "evaluate"):
-        commit(made, 0, stage)
+        runs.commit(made, 0, stage)
     return made
 
 
@@ -46,7 +45,7 @@ def refuse(run: RunDirectory, command: str, stage: str, name: str, value: Any = 
         manifest["data"][name] = value
     file.write_text(json.dumps(manifest), encoding="utf-8")
     try:
-        return check_refused(Path(run.uri), [command, run.uri])
+        return commands.check_refused(Path(run.uri), [command, run.uri])
     finally:
         file.write_text(whole, encoding="utf-8")
 
@@ -79,9 +78,9 @@ def test_another_kind_of_value_is_named_with_its_file(
 
 def test_a_summary_that_lacks_a_figure_is_named(tmp_path: Path) -> None:
     made = RunDirectory(str(tmp_path / "run-1"))
-    configure(made, train={"iterations": 1}, storage={"root": str(tmp_path)})
-    pretend(made, 1)
-    assert sf("resume", made.uri) == (
+    runs.configure(made, train={"iterations": 1}, storage={"root": str(tmp_path)})
+    runs.pretend(made, 1)
+    assert commands.sf("resume", made.uri) == (
         1,
         f"run run-1 is already finished; to continue it, raise train.iterations; to start a new run, set "
         f"another run_id error: {made.path('summary.json')}: the field reward_before is missing; remove the "

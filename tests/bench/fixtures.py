@@ -17,7 +17,7 @@ import pytest
 from storage.run_directory import RunDirectory
 from tests.bench.proxies import SilentProxy, silent_proxy
 from tests.bench.s3_server import BUCKET, make_bucket, s3_server
-from tests.patience import join, patience
+from tests.bench.waits import join, patience
 
 ROOT = Path(__file__).parents[2]
 

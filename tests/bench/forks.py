@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.bench.template import STATUS
-from tests.patience import patience
+from tests.bench.waits import patience
 
 _ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from tests.patience import patience
+from tests.bench.waits import patience
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page
 
-from tests.patience import patience
+from tests.bench.waits import patience
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import openai
 from sf_core.models.builtin import make_policy
 from storage.run_directory import RunDirectory
 from tests.bench.runs import commit, configure
-from tests.patience import patience, wait_until
+from tests.bench.waits import patience, wait_until
 
 KEY = "a-key-of-mine"
 

@@ -12,8 +12,8 @@ from sf_core.config import RolloutConfig
 from sf_core.dataplane_key import operator_key
 from sf_core.types import Task
 from tests.bench.dataplane.planes import ServedPlane
-from tests.e2e.echo_package import agent
-from tests.patience import patience
+from tests.bench.stacks.echo_package import agent
+from tests.bench.waits import patience
 
 
 def make_runner(url: str, **changes: Any) -> AgentRunner:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from tests.patience import patience
+from tests.bench.waits import patience
 
 BUCKET = "bucket"
 

@@ -11,7 +11,7 @@ import pytest
 
 from sf_core.agents.sandbox import Ended, Sandbox, open_sandbox, why_no_sandbox
 from sf_core.config.programs import SandboxLimits
-from tests.patience import patience
+from tests.bench.waits import patience
 
 image: str | None = None
 """The image of the sandboxes, which podman makes then; None: bubblewrap makes them."""

@@ -13,8 +13,8 @@ from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.plan import Worker
-from tests.e2e.nannies import worker_of
-from tests.patience import wait_until
+from tests.bench.stacks.nannies import worker_of
+from tests.bench.waits import wait_until
 
 
 class WorkerBench:

@@ -22,9 +22,8 @@ from typing import Any
 from rich.console import Console
 
 from sf_core.config import RunConfig
-from tests.bench.s3_server import BUCKET, make_bucket, s3_server
-from tests.chaos.clock import Clock
-from tests.chaos.faults import (
+from tests.bench.chaos.clock import Clock
+from tests.bench.chaos.faults import (
     BadStorage,
     ClockJump,
     Fault,
@@ -36,11 +35,12 @@ from tests.chaos.faults import (
     KillProduct,
     Stop,
 )
-from tests.chaos.proxy import MODES, Proxy
-from tests.chaos.runner import Injection, run_through, run_undisturbed, table
-from tests.chaos.training import ServedTraining, Training, runs
-from tests.e2e.phased_package import SCRIPT
-from tests.e2e.standing import Stack
+from tests.bench.chaos.proxy import MODES, Proxy
+from tests.bench.chaos.runner import Injection, run_through, run_undisturbed, table
+from tests.bench.chaos.training import ServedTraining, Training, runs
+from tests.bench.s3_server import BUCKET, make_bucket, s3_server
+from tests.bench.stacks.phased_package import SCRIPT
+from tests.bench.stacks.standing import Stack
 
 PARTS = (
     *("flow", "dask-scheduler", "dataplane", "prefect-server"),
@@ -48,14 +48,14 @@ PARTS = (
 )
 PHASED: dict[str, dict[str, Any]] = {
     "environment": {
-        **{part: f"tests.e2e.phased_package:{part}" for part in ("tasks", "prepare", "reward")},
+        **{part: f"tests.bench.stacks.phased_package:{part}" for part in ("tasks", "prepare", "reward")},
         "agent": {"command": [sys.executable, "-c", SCRIPT]},
     },
     "rollout": {"concurrency": 2, "prepare_ahead": 2},
 }
 """Settings of runs whose sessions last long enough in each phase, with a command as agent."""
 SERVED: dict[str, dict[str, Any]] = {
-    "environment": {part: f"tests.e2e.desk_package:{part}" for part in ("tasks", "agent", "reward")},
+    "environment": {part: f"tests.bench.stacks.desk_package:{part}" for part in ("tasks", "agent", "reward")},
     "rollout": {"outside_groups": 3, "session_timeout_s": 15.0, "reward_patience_s": 15.0},
 }
 """Settings of runs that learn from a product alone."""

@@ -10,7 +10,7 @@ import typer
 
 from sf_core.cli.main import app
 from sf_core.cli.stack import processes
-from tests.e2e.conftest import ROOT
+from tests.bench import ROOT
 
 DEPLOY = ROOT / "deploy"
 COMMANDS = typer.main.get_group(app).commands

@@ -9,8 +9,8 @@ from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.scheduling.worker import DASK_SETTINGS
+from tests.bench import ROOT
 from tests.deploy.commands import COMMANDS
-from tests.e2e.conftest import ROOT
 
 PAGES = ROOT / "docs" / "guides" / "clusters"
 

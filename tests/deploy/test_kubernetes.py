@@ -9,13 +9,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.deploy.commands import DEPLOY, check_command, check_variables
-from tests.e2e.conftest import ROOT
+from tests.bench import ROOT
+from tests.deploy import commands
 
 VERSION = "1.37.0"
 MANIFESTS: list[dict[str, Any]] = [
     manifest
-    for file in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for file in sorted((commands.DEPLOY / "kubernetes").glob("*.yaml"))
     for manifest in yaml.safe_load_all(file.read_text(encoding="utf-8"))
 ]
 WORKLOADS = [manifest for manifest in MANIFESTS if manifest["kind"] in ("Deployment", "StatefulSet")]
@@ -42,7 +42,7 @@ def test_a_manifest_fits_the_schema(manifest: dict[str, Any]) -> None:
 def test_a_container_calls_commands_and_options_that_exist(manifest: dict[str, Any]) -> None:
     for container in containers(manifest):
         own = {entry["name"]: "10.0.0.1" for entry in container.get("env", [])}
-        check_command(container["command"], CONFIG | own)
+        commands.check_command(container["command"], CONFIG | own)
 
 
 @pytest.mark.parametrize("manifest", WORKLOADS, ids=name_of)
@@ -82,11 +82,11 @@ def test_services_and_addresses_name_pods_that_listen() -> None:
 def test_no_manifest_holds_a_secret_and_the_config_sets_nothing_that_nobody_reads() -> None:
     assert all(manifest["kind"] != "Secret" for manifest in MANIFESTS)
     assert not any(("KEY" in name and "TLS" not in name) or "AUTH" in name for name in CONFIG)
-    check_variables(CONFIG, str(WORKLOADS))
+    commands.check_variables(CONFIG, str(WORKLOADS))
 
 
 def test_the_image_copies_what_is_there() -> None:
-    for line in (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines():
+    for line in (commands.DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines():
         if line.startswith("COPY "):
             for source in line.split()[1:-1]:
                 assert (ROOT / source).exists(), source

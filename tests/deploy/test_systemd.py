@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.commands import DEPLOY, check_command, check_variables
-from tests.patience import patience
+from tests.bench.waits import patience
+from tests.deploy import commands
 
-UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-WORKERS = sorted((DEPLOY / "systemd").glob("worker-*.env"))
+UNITS = sorted((commands.DEPLOY / "systemd").glob("*.service"))
+WORKERS = sorted((commands.DEPLOY / "systemd").glob("worker-*.env"))
 INSTALLED = "/opt/seamlessflow/.venv/bin"
 
 
@@ -24,7 +24,7 @@ def environment(*names: str) -> dict[str, str]:
     lines = [
         line
         for name in names
-        for line in (DEPLOY / "systemd" / name).read_text(encoding="utf-8").splitlines()
+        for line in (commands.DEPLOY / "systemd" / name).read_text(encoding="utf-8").splitlines()
     ]
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
@@ -45,12 +45,12 @@ def test_a_unit_calls_commands_and_options_that_exist(unit: Path, worker: Path |
     for start in starts:
         # systemd makes words of a variable without braces
         words = re.sub(r"\$(\w+)", lambda found: env[found[1]], start.removeprefix(f"{INSTALLED}/"))
-        check_command(shlex.split(words), env)
+        commands.check_command(shlex.split(words), env)
 
 
 def test_the_examples_set_nothing_that_nobody_reads() -> None:
     used = "".join(unit.read_text(encoding="utf-8") for unit in UNITS)
-    check_variables(environment("cluster.env", "worker-r0.env"), used)
+    commands.check_variables(environment("cluster.env", "worker-r0.env"), used)
 
 
 def test_systemd_finds_nothing_to_complain_about(tmp_path: Path) -> None:

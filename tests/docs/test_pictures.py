@@ -11,7 +11,7 @@ from PIL import Image
 
 from docs.build.dark import darken, list_pictures
 from docs.build.repository import show_both
-from tests.docs.conftest import ROOT
+from tests.bench import ROOT
 
 SHOWN = re.compile(r"(?:!\[[^\]]*\]\(|<img [^>]*src=\")[^)\"]*pictures/(?P<name>[\w-]+)\.png")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.conftest import ROOT
+from tests.bench import ROOT
 
 DOCS = ROOT / "docs"
 MOST_BYTES = 15_000

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from sf_core.types import Endpoint, Task
-from tests.e2e import echo_package
-from tests.e2e.echo_package import reward, tasks
+from tests.bench.stacks import echo_package
+from tests.bench.stacks.echo_package import reward, tasks
 
 __all__ = ["agent", "reward", "script", "tasks"]
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.patience import patience
+from tests.bench.waits import patience
 
 R = TypeVar("R")
 CLONE_NEWNET = 0x40000000

@@ -12,7 +12,7 @@ import httpx
 from sf_core.dataplane_key import operator_key
 from sf_core.types import Endpoint, Task
 from storage.run_directory import STAGES
-from tests.e2e.echo_package import reward, tasks
+from tests.bench.stacks.echo_package import reward, tasks
 
 __all__ = ["agent", "reward", "tasks"]
 

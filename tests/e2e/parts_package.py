@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split, in_equal_parts
 from sf_core.types import Endpoint, Task
-from tests.e2e import echo_package
+from tests.bench.stacks import echo_package
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sf_core.cli.stack.local import free_port
-from tests.patience import patience
+from tests.bench.waits import patience
 
 INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 

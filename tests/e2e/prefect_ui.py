@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tasks.page import RENEW_EVERY_S
 from tests.bench.pages import new_page
-from tests.patience import wait_until
+from tests.bench.waits import wait_until
 
 
 class PrefectUi:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 from playwright.sync_api import Browser, Page
 
 from tests.bench.pages import new_page
-from tests.patience import join
+from tests.bench.waits import join
 
 NAMES = ("evil.test", "127.0.0.1", "localhost")
 """Hosts of strangers' pages: another site, and another port of this machine, where a notebook or a web server

@@ -26,12 +26,9 @@ from sf_core.recipes.outcomes import Success
 from sf_core.reports.run_page import show_text
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import read_outcomes
-from tests.bench.dataplane.planes import operator_client
-from tests.e2e.conftest import Cluster, is_committed
-from tests.e2e.invariants import manifests
-from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
-from tests.e2e.prefect_ui import PrefectUi, prefect_ui
-from tests.patience import wait_until
+from tests import bench
+from tests.bench.stacks import prefect_server
+from tests.e2e import prefect_ui
 
 PICTURES = os.environ.get("SF_TEST_PICTURES")
 """A folder for screenshots; those in docs/ are made with it."""
@@ -40,24 +37,24 @@ STOPPED_S = 15.0
 """Longest time from Cancel to the end of all device work."""
 
 
-def picture(ui: PrefectUi, name: str) -> None:
+def picture(ui: prefect_ui.PrefectUi, name: str) -> None:
     if PICTURES:
         ui.picture(Path(PICTURES) / f"{name}.png")
 
 
-def deployment_id(server: Server, name: str) -> UUID:
+def deployment_id(server: prefect_server.Server, name: str) -> UUID:
     with server.client() as client:
-        return client.read_deployment_by_name(DEPLOYMENTS[name]).id
+        return client.read_deployment_by_name(prefect_server.DEPLOYMENTS[name]).id
 
 
-def offer(server: Server, deployment: UUID, config: RunConfig) -> None:
+def offer(server: prefect_server.Server, deployment: UUID, config: RunConfig) -> None:
     """Make this configuration the default of the deployment's form."""
     parameters = {"config": config.model_dump(mode="json", exclude_defaults=True)}
     with server.client() as client:
         client.update_deployment(deployment, DeploymentUpdate(parameters=parameters))
 
 
-def submit(server: Server, deployment: UUID, ui: PrefectUi) -> FlowRun:
+def submit(server: prefect_server.Server, deployment: UUID, ui: prefect_ui.PrefectUi) -> FlowRun:
     """Submit the form; returns the new flow run."""
 
     def runs() -> dict[UUID, FlowRun]:
@@ -67,7 +64,7 @@ def submit(server: Server, deployment: UUID, ui: PrefectUi) -> FlowRun:
 
     known = runs().keys()
     ui.submit()
-    started: FlowRun = wait_until(
+    started: FlowRun = bench.waits.wait_until(
         lambda: next((run for key, run in runs().items() if key not in known), None),
         "the flow run of the form",
         every_s=0.5,
@@ -80,8 +77,8 @@ def settings_of(run: FlowRun) -> RunConfig:
     return RunConfig.model_validate(unfold(run.parameters["config"]))
 
 
-def engines(cluster: Cluster, config: RunConfig) -> list[Any]:
-    with operator_client(cluster.services.dataplane) as plane:
+def engines(cluster: bench.stacks.cluster.Cluster, config: RunConfig) -> list[Any]:
+    with bench.dataplane.planes.operator_client(cluster.services.dataplane) as plane:
         status = plane.get(f"/runs/{config.run_id}").raise_for_status().json()
     return list(status["engines"])
 
@@ -90,10 +87,10 @@ def engines(cluster: Cluster, config: RunConfig) -> list[Any]:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
-    server: Server, cluster: Cluster, browser: Browser
+    server: prefect_server.Server, cluster: bench.stacks.cluster.Cluster, browser: Browser
 ) -> None:
-    reward = {"reward": "tests.e2e.echo_package:picky_reward"}
-    config = without_addresses(cluster.config("in-the-browser", environment=reward))
+    reward = {"reward": "tests.bench.stacks.echo_package:picky_reward"}
+    config = prefect_server.without_addresses(cluster.config("in-the-browser", environment=reward))
     deployment = deployment_id(server, "train")
     offer(server, deployment, config)
     run_directory = RunDirectory(config.run_dir)
@@ -101,7 +98,7 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
     obstacle = Path(run_directory.weights_dir(4))
     obstacle.parent.mkdir(parents=True)
     obstacle.touch()
-    with server.worker(), prefect_ui(browser, server.api) as ui:
+    with server.worker(), prefect_ui.prefect_ui(browser, server.api) as ui:
         ui.open_form(deployment)
         picture(ui, "prefect-form")
         ui.fill_in("iterations", "200")
@@ -116,7 +113,7 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
 
         ui.leave()
         server.await_state(run, "Failed", 300)
-        before = manifests(config)
+        before = bench.stacks.invariants.manifests(config)
         assert [stage for number, stage in before if number == 3] == ["filter", "rollout"]
         ui.open_run(run.id)
         ui.expect_state("Failed")
@@ -134,18 +131,20 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         ui.press("Retry")
         server.await_state(run, "Running")
         ui.leave()
-        wait_until(lambda: is_committed(config, 3, "publish"), "iteration 3", every_s=0.1)
+        bench.waits.wait_until(
+            lambda: bench.stacks.cluster.is_committed(config, 3, "publish"), "iteration 3", every_s=0.1
+        )
         ui.open_run(run.id)
         ui.open_artifact("iterations")
         ui.await_rows(4, 60)
         picture(ui, "prefect-iterations")
-        after = manifests(config)
+        after = bench.stacks.invariants.manifests(config)
         assert {key: after[key] for key in before} == before
         assert after[3, "train"]["attempt"] == after[3, "publish"]["attempt"] == 2
 
         ui.page.go_back()
         ui.press("Cancel")
-        wait_until(
+        bench.waits.wait_until(
             lambda: not engines(cluster, config) and not cluster.running_tasks(),
             "all device work to stop",
             quiet_s=STOPPED_S,
@@ -154,10 +153,10 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         server.await_state(run, "Cancelled", 60)
 
 
-def test_a_command_is_chosen_as_agent_in_the_form(server: Server, browser: Browser) -> None:
+def test_a_command_is_chosen_as_agent_in_the_form(server: prefect_server.Server, browser: Browser) -> None:
     deployment = deployment_id(server, "train")
     offer(server, deployment, RunConfig())
-    with prefect_ui(browser, server.api) as ui:
+    with prefect_ui.prefect_ui(browser, server.api) as ui:
         ui.open_form(deployment)
         ui.choose("agent", "Command")
         words = ui.field("command").last
@@ -174,14 +173,14 @@ def test_a_command_is_chosen_as_agent_in_the_form(server: Server, browser: Brows
 
 
 def test_the_report_shows_what_policies_write_and_a_folded_setting_is_sent(
-    server: Server, browser: Browser
+    server: prefect_server.Server, browser: Browser
 ) -> None:
     written = r"Spell (example: sun -> nus): | <b>*not* bold</b> &lt; \| `code` [link](http://evil.test)"
     deployment = deployment_id(server, "quickstart")
     table = f"| task |\n|---|\n| {show_text(written)} |\n"
     with server.client() as client:
         report = client.create_artifact(ArtifactCreate(key="probe", type="markdown", data=table))
-    with prefect_ui(browser, server.api) as ui:
+    with prefect_ui.prefect_ui(browser, server.api) as ui:
         ui.open_artifact_page(report.id)
         expect(ui.rows.nth(1).get_by_role("cell")).to_have_text(written)
         ui.open_form(deployment)
@@ -199,16 +198,16 @@ def test_the_report_shows_what_policies_write_and_a_folded_setting_is_sent(
 # another choice is made in the form above; tests/flows/test_forms.py has the fields
 @pytest.mark.nightly
 def test_a_gate_and_a_curriculum_are_chosen_in_the_form(
-    server: Server, cluster: Cluster, browser: Browser
+    server: prefect_server.Server, cluster: bench.stacks.cluster.Cluster, browser: Browser
 ) -> None:
     parts = {"name": "tests.e2e.parts_package:Echoes", **dict.fromkeys(("tasks", "agent", "reward"))}
     rollout = {"success": {"part": "correct"}, "group_size": 4}
-    config = without_addresses(
+    config = prefect_server.without_addresses(
         cluster.config("chosen-in-the-form", environment=parts, rollout=rollout, train={"iterations": 2})
     )
     deployment = deployment_id(server, "train")
     offer(server, deployment, config)
-    with server.worker() as worker, prefect_ui(browser, server.api) as ui:
+    with server.worker() as worker, prefect_ui.prefect_ui(browser, server.api) as ui:
         ui.open_form(deployment)
         ui.unfold("rollout")
         ui.choose("gate", "mixed")
@@ -244,10 +243,10 @@ def test_a_gate_and_a_curriculum_are_chosen_in_the_form(
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_the_quickstart_is_started_from_its_form_and_its_page_shows_that_it_learns(
-    server: Server, browser: Browser
+    server: prefect_server.Server, browser: Browser
 ) -> None:
     deployment = deployment_id(server, "quickstart")
-    with server.worker() as worker, prefect_ui(browser, server.api) as ui:
+    with server.worker() as worker, prefect_ui.prefect_ui(browser, server.api) as ui:
         ui.open_form(deployment)
         ui.fill_in("iterations", "10")
         run = submit(server, deployment, ui)

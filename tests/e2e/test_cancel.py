@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 from prefect.states import Cancelling
 
-from tests.e2e.conftest import Cluster
-from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
-from tests.patience import wait_until
+from tests.bench.stacks import prefect_server
+from tests.bench.stacks.cluster import Cluster
+from tests.bench.waits import wait_until
 
 
 @pytest.mark.nightly
-def test_a_worker_that_goes_on_computing_is_ended_by_force(server: Server, cluster: Cluster) -> None:
+def test_a_worker_that_goes_on_computing_is_ended_by_force(
+    server: prefect_server.Server, cluster: Cluster
+) -> None:
     policy = {"hidden_size": 32, "num_layers": 1, "warmstart": {"steps": 10**6}}
-    config = without_addresses(cluster.config("endless", policy=policy))
+    config = prefect_server.without_addresses(cluster.config("endless", policy=policy))
     with server.worker() as worker:
         before = cluster.worker_process("t0")
-        run = server.create_run(DEPLOYMENTS["train"], config.model_dump(mode="json"))
+        run = server.create_run(prefect_server.DEPLOYMENTS["train"], config.model_dump(mode="json"))
         wait_until(lambda: len(cluster.running_tasks()) == 1, "the warm start", every_s=0.5)
         server.await_state(run, "Running", worker=worker)
         with server.client() as client:

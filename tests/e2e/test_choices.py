@@ -8,9 +8,8 @@ import pytest
 
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import read_outcomes
-from tests.e2e.conftest import Cluster
-from tests.e2e.invariants import check_result
-from tests.e2e.test_resume import await_stage
+from tests.bench.stacks.cluster import Cluster, await_stage
+from tests.bench.stacks.invariants import check_result
 
 CHOOSING: dict[str, Any] = {
     "success": {"part": "correct"},

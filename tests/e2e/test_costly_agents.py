@@ -14,8 +14,8 @@ import pytest
 from sf_core.agents.authorities import equal_folder
 from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster
-from tests.e2e.invariants import check_result, manifests
+from tests.bench.stacks.cluster import Cluster
+from tests.bench.stacks.invariants import check_result, manifests
 
 # tests/sf_core/reports/test_concerns.py has the sentence
 pytestmark = pytest.mark.nightly
@@ -25,7 +25,7 @@ BURNT_S = 0.4
 
 AGENTS = f"""
 import asyncio, json, os, time
-from tests.e2e.echo_package import reward, tasks
+from tests.bench.stacks.echo_package import reward, tasks
 
 async def ask(task, endpoint):
     async with endpoint.client() as client:

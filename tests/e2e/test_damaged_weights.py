@@ -9,9 +9,9 @@ import pytest
 
 from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster, is_committed
-from tests.e2e.invariants import check_result, manifests
-from tests.patience import wait_until
+from tests.bench import stacks
+from tests.bench.stacks import invariants
+from tests.bench.waits import wait_until
 
 pytestmark = pytest.mark.nightly
 
@@ -23,7 +23,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 def damage_before_it_is_published(
-    cluster: Cluster, config: RunConfig, flow: Popen[bytes], iteration: int, name: str
+    cluster: stacks.cluster.Cluster, config: RunConfig, flow: Popen[bytes], iteration: int, name: str
 ) -> Path:
     """Flip a bit of this file of the version that an iteration makes; returns the file."""
     seat = Path(config.run_dir, "gangs", f"{iteration:05d}", "1.0", "rank-0")
@@ -32,8 +32,10 @@ def damage_before_it_is_published(
     publisher.suspend()
     try:
         what = f"weights of iteration {iteration}"
-        wait_until(lambda: is_committed(config, iteration, "train") or flow.poll() is not None, what)
-        assert not is_committed(config, iteration, "publish"), cluster.log(config)[-2000:]
+        wait_until(
+            lambda: stacks.cluster.is_committed(config, iteration, "train") or flow.poll() is not None, what
+        )
+        assert not stacks.cluster.is_committed(config, iteration, "publish"), cluster.log(config)[-2000:]
         file = Path(RunDirectory(config.run_dir).weights_dir(iteration + 1), name)
         flip_a_bit(file)
     finally:
@@ -41,7 +43,9 @@ def damage_before_it_is_published(
     return file
 
 
-def test_weights_that_were_damaged_are_refused_and_a_damaged_delta_is_not_needed(cluster: Cluster) -> None:
+def test_weights_that_were_damaged_are_refused_and_a_damaged_delta_is_not_needed(
+    cluster: stacks.cluster.Cluster,
+) -> None:
     config = cluster.config(
         "damaged-weights",
         "async",
@@ -54,7 +58,7 @@ def test_weights_that_were_damaged_are_refused_and_a_damaged_delta_is_not_needed
     # version 2 is whole, and its delta is of no use to an engine that has version 0
     delta = damage_before_it_is_published(cluster, config, process, 2, "delta.safetensors")
     cluster.finish(config, process)
-    published = [manifests(config)[k, "publish"]["data"]["engines"] for k in range(3)]
+    published = [invariants.manifests(config)[k, "publish"]["data"]["engines"] for k in range(3)]
     assert [set(engines.values()) for engines in published] == [{0}, {2}, {3}]
     logs = {path.name: path.read_text(encoding="utf-8") for path in (cluster.folder / "logs").glob("*.log")}
     refused = f"still uses version 0, because it refuses version 1: {full}: the tensors differ from those"
@@ -63,4 +67,4 @@ def test_weights_that_were_damaged_are_refused_and_a_damaged_delta_is_not_needed
     # the stored files are checked too
     for file in (full, delta):
         flip_a_bit(file)
-    check_result(config)
+    invariants.check_result(config)

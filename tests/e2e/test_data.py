@@ -14,9 +14,8 @@ from sf_core.config import RunConfig
 from sf_core.stages.run import begin_attempt
 from sf_core.stages.start import start
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster
-from tests.e2e.invariants import manifests
-from tests.e2e.quickstart import CONFIG, ROOT, options, read, sf
+from tests.bench import ROOT, stacks
+from tests.bench.stacks.cluster import Cluster
 
 # the first of them trains the quickstart, which takes two minutes on a quiet machine
 
@@ -70,7 +69,7 @@ def test_the_code_of_the_pages_runs(
 
 def test_its_conversations_are_exported(quickstart: RunConfig, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    said = read("export", quickstart.run_dir, "--to", "trl", str(out))
+    said = stacks.quickstart.read("export", quickstart.run_dir, "--to", "trl", str(out))
     assert "out.jsonl: 3072 conversations for trl; 0 left out" in said
     assert "not compared" not in said
     assert len(out.read_text(encoding="utf-8").splitlines()) == 3072
@@ -83,15 +82,15 @@ def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
 ) -> None:
     shutil.copytree(quickstart_folder / "runs", tmp_path / "runs")
     runs = tmp_path / "runs"
-    assert "quickstart  finished  12/12" in read("ls", str(runs))
-    assert "removed 13 items" in read("gc", str(runs), "--journals", "--yes")
+    assert "quickstart  finished  12/12" in stacks.quickstart.read("ls", str(runs))
+    assert "removed 13 items" in stacks.quickstart.read("gc", str(runs), "--journals", "--yes")
     run = runs / "quickstart"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["00012"]
 
-    settings = options(run_id="quickstart", train__iterations=13, evaluate__num_tasks=4)
-    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
+    settings = stacks.quickstart.options(run_id="quickstart", train__iterations=13, evaluate__num_tasks=4)
+    done = stacks.quickstart.sf(tmp_path, "train", stacks.quickstart.CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = sf(tmp_path, "replay", str(run), "--iteration", "12")
+    done = stacks.quickstart.sf(tmp_path, "replay", str(run), "--iteration", "12")
     assert (done.returncode, done.stdout) == (0, "iteration 12: the weights are equal, bit for bit\n")
 
 
@@ -102,7 +101,7 @@ def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Clu
     # it stopped when it had a policy
     start(begin_attempt(config))
     evaluate = ["evaluate", config.run_dir]
-    done = sf(tmp_path, *evaluate, "--set", "evaluate.num_tasks=3", on=cluster.services)
+    done = stacks.quickstart.sf(tmp_path, *evaluate, "--set", "evaluate.num_tasks=3", on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     line = re.search(r"held-out reward of version 0: .* over 3 sessions", done.stdout)
     assert (
@@ -110,9 +109,9 @@ def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Clu
         and "run measured: uses its stored configuration, except for evaluate.num_tasks 3 (was 4)"
         in done.stdout
     )
-    assert read(*evaluate) == f"{line[0]}, measured before\n"
+    assert stacks.quickstart.read(*evaluate) == f"{line[0]}, measured before\n"
     assert RunDirectory(config.run_dir).read_config(RunConfig) == config
-    assert list(manifests(config)) == [(0, "evaluate")]
+    assert list(stacks.invariants.manifests(config)) == [(0, "evaluate")]
 
 
 # comparisons are in tests/sf_core/reports/evaluations, one evaluation by a stack above
@@ -122,14 +121,14 @@ def test_versions_are_compared_on_other_tasks_and_in_other_ways(
 ) -> None:
     shutil.copytree(quickstart_folder / "runs", tmp_path / "runs")
     run = str(tmp_path / "runs" / "quickstart")
-    changes = options(evaluate__num_tasks=8, evaluate__answers=2, rollout__temperature=0.5)
+    changes = stacks.quickstart.options(evaluate__num_tasks=8, evaluate__answers=2, rollout__temperature=0.5)
     compared = ["evaluate", run, "--against", "0", *changes]
-    done = sf(tmp_path, *compared, on=cluster.services)
+    done = stacks.quickstart.sf(tmp_path, *compared, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 tasks of quickstart, 2 answers each" in done.stdout
     assert re.search(r"version 0: reward .* pass@1 .* pass@2 .*\nversion 12: reward ", done.stdout)
     # both are measured now, so nothing is started
-    again = read(*compared, "--json")
+    again = stacks.quickstart.read(*compared, "--json")
     found = json.loads(again)
     assert (found["before"]["version"], found["after"]["version"], found["tasks"]) == (0, 12, 8)
     gained = found["after"]["reward"] - found["before"]["reward"]
@@ -142,16 +141,16 @@ def test_versions_are_compared_on_other_tasks_and_in_other_ways(
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "What is 2+3?"}\n{"prompt": "Hello"}\n', encoding="utf-8"
     )
-    done = sf(tmp_path, "evaluate", run, "--prompts", "prompts.jsonl", on=cluster.services)
+    done = stacks.quickstart.sf(tmp_path, "evaluate", run, "--prompts", "prompts.jsonl", on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 tasks of prompts" in done.stdout and "What is 2+3?" in done.stdout
 
-    done = sf(tmp_path, "evaluate", run, "--against", "40")
+    done = stacks.quickstart.sf(tmp_path, "evaluate", run, "--against", "40")
     said = done.stdout + done.stderr
     assert (
         done.returncode == 2 and "the weights of version 40 are not stored; stored versions: 0, 1, 2" in said
     )
-    done = sf(tmp_path, "evaluate", run, "--set", "train.iterations=3")
+    done = stacks.quickstart.sf(tmp_path, "evaluate", run, "--set", "train.iterations=3")
     said = done.stdout + done.stderr
     assert (
         done.returncode == 2

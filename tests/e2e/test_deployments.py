@@ -18,20 +18,19 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from sf_core.cli.stack.local import free_port
 from sf_core.scheduling.cluster import read_workers
-from tests.e2e.conftest import Cluster
-from tests.e2e.prefect_server import DEPLOYMENTS, Server
-from tests.e2e.quickstart import CONFIG, ROOT
-from tests.patience import patience, wait_until
+from tests.bench import ROOT, stacks, waits
 
 
 def test_the_deployed_quickstart_is_the_one_of_the_configuration() -> None:
     described = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
     parameters = next(d["parameters"] for d in described if d["name"] == "quickstart")
-    with open(CONFIG, encoding="utf-8") as file:
+    with open(stacks.quickstart.CONFIG, encoding="utf-8") as file:
         assert parameters == {"config": yaml.safe_load(file)}
 
 
-def test_a_wrong_value_is_refused_before_the_run_by_the_name_of_its_field(server: Server) -> None:
+def test_a_wrong_value_is_refused_before_the_run_by_the_name_of_its_field(
+    server: stacks.prefect_server.Server,
+) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"rollout": {"group_size": 0}}, "group_size"),
         ({"rollout": {"gate": "most"}}, "gate"),
@@ -40,13 +39,13 @@ def test_a_wrong_value_is_refused_before_the_run_by_the_name_of_its_field(server
     ]
     for config, field in wrong:
         with pytest.raises(PrefectHTTPStatusError) as refused:
-            server.create_run(DEPLOYMENTS["train"], config)
+            server.create_run(stacks.prefect_server.DEPLOYMENTS["train"], config)
         assert refused.value.response.status_code == 409
         assert field in refused.value.response.text, refused.value.response.text
 
 
 def test_what_the_command_line_gives_counts_over_what_is_deployed_and_is_checked_before_the_run_begins(
-    server: Server, cluster: Cluster
+    server: stacks.prefect_server.Server, cluster: stacks.cluster.Cluster
 ) -> None:
     memory = {worker.name: worker.memory for worker in read_workers(cluster.services.scheduler)}
     assert memory == {"r0": int(MEMORY_LIMIT), "t0": int(MEMORY_LIMIT), "a0": None, "c0": None}
@@ -58,7 +57,12 @@ def test_what_the_command_line_gives_counts_over_what_is_deployed_and_is_checked
     }
     with server.worker() as worker:
         done = server.call(
-            "prefect", "deployment", "run", DEPLOYMENTS["quickstart"], "-p", f"config={json.dumps(given)}"
+            "prefect",
+            "deployment",
+            "run",
+            stacks.prefect_server.DEPLOYMENTS["quickstart"],
+            "-p",
+            f"config={json.dumps(given)}",
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -68,7 +72,7 @@ def test_what_the_command_line_gives_counts_over_what_is_deployed_and_is_checked
             return found[0] if found else None
 
         failed = server.await_state(
-            wait_until(named, "the run to begin", every_s=0.5), "Failed", worker=worker
+            waits.wait_until(named, "the run to begin", every_s=0.5), "Failed", worker=worker
         )
     assert failed.state is not None and failed.state.message is not None
     refusal = "2000000000 requests (engine.max_running) of 64 tokens (engine.context_length): lower "
@@ -85,7 +89,7 @@ def test_what_the_command_line_gives_counts_over_what_is_deployed_and_is_checked
     assert not (server.clone / "runs" / "given").exists()
 
 
-def test_the_server_can_be_set_up_again(server: Server) -> None:
+def test_the_server_can_be_set_up_again(server: stacks.prefect_server.Server) -> None:
     def state() -> list[Any]:
         with server.client() as client:
             automations = client.read_automations()
@@ -103,12 +107,12 @@ def test_the_server_can_be_set_up_again(server: Server) -> None:
         assert client.read_work_pool("sf").concurrency_limit == 1
 
 
-def test_a_server_that_does_not_answer_is_said(server: Server) -> None:
+def test_a_server_that_does_not_answer_is_said(server: stacks.prefect_server.Server) -> None:
     api = f"http://127.0.0.1:{free_port()}/api"
     command = [sys.executable, "-m", "sf_core", "setup-server"]
     env = {**server.env, "PREFECT_API_URL": api, "COLUMNS": "200"}
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+        command, env=env, capture_output=True, text=True, timeout=waits.patience(), encoding="utf-8"
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"PREFECT_API_URL names {api}, but nothing answers there" in done.stderr

@@ -12,8 +12,8 @@ from sf_core.cli.replay import replay
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster
-from tests.patience import wait_until
+from tests.bench.stacks.cluster import Cluster
+from tests.bench.waits import wait_until
 
 ENVIRONMENT = {"name": "quickstart", "tasks": None, "agent": None, "reward": None}
 ENGINE = {"kind": "torch", "script": None}

@@ -19,10 +19,9 @@ from seamlessflow import open_run
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
+from tests.bench import stacks
 from tests.bench.ages import age
-from tests.e2e.conftest import Cluster
-from tests.e2e.quickstart import options, read, sf
-from tests.storage.golden import DATA
+from tests.bench.golden import DATA
 
 RUN = DATA / "runs" / "db999c56.tar.xz"
 
@@ -65,24 +64,26 @@ def test_an_earlier_run_is_replayed_exported_inspected_and_reported(
     earlier: RunDirectory, tmp_path: Path
 ) -> None:
     uri = earlier.uri
-    done = sf(tmp_path, "replay", uri, "--iteration", "2")
+    done = stacks.quickstart.sf(tmp_path, "replay", uri, "--iteration", "2")
     if "the weights are equal, bit for bit" not in done.stdout:
         [difference] = re.findall(r"the weights differ, by at most (\S+)\n", done.stdout)
         assert float(difference) < MOST_ROUNDED
     for kind, out in (("trl", "t.jsonl"), ("verl", "v.parquet"), ("sharegpt", "s.jsonl"), ("atif", "a")):
-        assert "72 conversations" in read("export", uri, "--to", kind, str(tmp_path / out))
-    assert len(json.loads(read("inspect", uri, "--json"))["iterations"]) == 3
+        assert "72 conversations" in stacks.quickstart.read("export", uri, "--to", kind, str(tmp_path / out))
+    assert len(json.loads(stacks.quickstart.read("inspect", uri, "--json"))["iterations"]) == 3
     sessions = open_run(uri).sessions()
     assert [part["name"] for part in sessions["reward_parts"][0].as_py()] == ["answer"]
-    assert "answer 0" in read("inspect", uri, "--session", sessions["session_id"][-1].as_py())
-    read("report", uri, "-o", str(tmp_path / "report.html"))
+    assert "answer 0" in stacks.quickstart.read(
+        "inspect", uri, "--session", sessions["session_id"][-1].as_py()
+    )
+    stacks.quickstart.read("report", uri, "-o", str(tmp_path / "report.html"))
     assert (tmp_path / "report.html").stat().st_size > 2**16
 
 
 # the same files are replayed and read above
 @pytest.mark.nightly
 def test_an_earlier_run_that_was_stopped_goes_on(
-    cluster: Cluster, earlier: RunDirectory, original: None, tmp_path: Path
+    cluster: stacks.cluster.Cluster, earlier: RunDirectory, original: None, tmp_path: Path
 ) -> None:
     """It was killed before the filter of iteration 2, and while it wrote into a folder that readers open. Its
     new tables have lists."""
@@ -104,7 +105,7 @@ def test_an_earlier_run_that_was_stopped_goes_on(
     files.write_atomic(earlier.path("config.json"), json.dumps(stored).encode())
     before = {uri: files.describe(uri) for uri in earlier.list_partitions("trajectories")[2]}
 
-    done = sf(tmp_path, "resume", earlier.uri, on=cluster.services)
+    done = stacks.quickstart.sf(tmp_path, "resume", earlier.uri, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not left.exists() and {uri: files.describe(uri) for uri in before} == before
     # the rows are the same, so the weights are too
@@ -116,13 +117,15 @@ def test_an_earlier_run_that_was_stopped_goes_on(
     assert versions(earlier, "batches") == {0: ["4"], 1: ["4"], 2: ["5"], 3: ["5"]}
     assert versions(earlier, "evaluations") == {0: ["4"], 3: ["5"], 4: ["5"]}
     assert len(open_run(earlier.uri).sessions()) == 4 * 24 + 3 * 16
-    assert "bit for bit" in read("replay", earlier.uri, "--iteration", "3")
-    assert "96 conversations" in read("export", earlier.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
-    read("report", earlier.uri, "-o", str(tmp_path / "report.html"))
-    asked = ("--version", "4", *options(evaluate__num_tasks=3))
-    done = sf(tmp_path, "evaluate", earlier.uri, *asked, on=cluster.services)
+    assert "bit for bit" in stacks.quickstart.read("replay", earlier.uri, "--iteration", "3")
+    assert "96 conversations" in stacks.quickstart.read(
+        "export", earlier.uri, "--to", "trl", str(tmp_path / "out.jsonl")
+    )
+    stacks.quickstart.read("report", earlier.uri, "-o", str(tmp_path / "report.html"))
+    asked = ("--version", "4", *stacks.quickstart.options(evaluate__num_tasks=3))
+    done = stacks.quickstart.sf(tmp_path, "evaluate", earlier.uri, *asked, on=cluster.services)
     assert done.returncode == 0 and "3 tasks of" in done.stdout, done.stdout + done.stderr
 
-    read("export", earlier.uri, "--to", "parquet", str(tmp_path / "tables"))
+    stacks.quickstart.read("export", earlier.uri, "--to", "parquet", str(tmp_path / "tables"))
     rows = pd.read_parquet(tmp_path / "tables" / "trajectories")
     assert {part["name"] for parts in rows["reward_parts"] for part in parts} == {"answer"}

@@ -19,11 +19,9 @@ from sf_core.cli.stack.supervisor import Supervisor
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.dataplane_key import operator_key
 from sf_core.scheduling.cluster import read_workers
-from tests.e2e.conftest import ROOT, Cluster, is_committed, spans
-from tests.e2e.hosts import Host, hosts
-from tests.e2e.invariants import check_result
-from tests.e2e.prefect_home import make_prefect_home
-from tests.patience import patience, wait_until
+from tests import bench
+from tests.bench import waits
+from tests.e2e import hosts
 
 SECRETS = {
     "SF_DATAPLANE_KEY": "planted-key",
@@ -35,7 +33,9 @@ SECRETS = {
 def certificates(folder: Path) -> dict[str, str]:
     """Dask's settings for TLS, with files that the documented script makes."""
     subprocess.run(
-        [str(ROOT / "deploy" / "certificates"), str(folder), "host"], check=True, timeout=patience()
+        [str(bench.ROOT / "deploy" / "certificates"), str(folder), "host"],
+        check=True,
+        timeout=waits.patience(),
     )
     files = {"ca-file": "ca.pem"}
     for role in ("scheduler", "worker", "client"):
@@ -49,19 +49,19 @@ def tls(tmp_path: Path) -> Iterator[dict[str, str]]:
     settings = certificates(tmp_path / "tls")
     names = {key: f"DASK_{key}".upper().replace(".", "__").replace("-", "_") for key in settings}
     with dask.config.set(settings):
-        yield {"PYTHONPATH": str(ROOT)} | {names[key]: value for key, value in settings.items()}
+        yield {"PYTHONPATH": str(bench.ROOT)} | {names[key]: value for key, value in settings.items()}
 
 
 @pytest.fixture
-def three() -> Iterator[list[Host]]:
-    with hosts(3) as found:
+def three() -> Iterator[list[hosts.Host]]:
+    with hosts.hosts(3) as found:
         yield found
 
 
 @pytest.fixture
 def cluster(
-    three: list[Host], tls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Cluster]:
+    three: list[hosts.Host], tls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[bench.stacks.cluster.Cluster]:
     main, rollout, dual = three
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -71,7 +71,7 @@ def cluster(
         dataplane=f"http://{main.address}:8700",
     )
     env = tls | {
-        "PREFECT_HOME": make_prefect_home(tmp_path / "prefect"),
+        "PREFECT_HOME": bench.stacks.prefect_home.make_prefect_home(tmp_path / "prefect"),
         "PREFECT_API_URL": services.api,
         "SF_CACHE_DIR": str(tmp_path / "cache"),
         "GATES": str(tmp_path / "gates"),
@@ -87,23 +87,25 @@ def cluster(
             start_worker(stack, host, name, tags, services.scheduler, HOLD=str(tmp_path / f"{name}-hold"))
         main.call(lambda: await_all(services, {"a0", "c0", "r0", "t0"}))
         assert [len(listening(host)) for host in three] == [3 + 2 * 2, 2, 2], "servers, workers and nannies"
-        yield Cluster(stack, tmp_path, services, prefix=main.exec)
+        yield bench.stacks.cluster.Cluster(stack, tmp_path, services, prefix=main.exec)
 
 
-def start(stack: Supervisor, host: Host, name: str, *command: str, **env: str) -> None:
+def start(stack: Supervisor, host: hosts.Host, name: str, *command: str, **env: str) -> None:
     whole = [*host.exec, sys.executable, "-m", "sf_core", *command, "--host", host.address]
     stack.start(Part(name, whole, env))
 
 
-def start_worker(stack: Supervisor, host: Host, name: str, tags: str, scheduler: str, **env: str) -> None:
+def start_worker(
+    stack: Supervisor, host: hosts.Host, name: str, tags: str, scheduler: str, **env: str
+) -> None:
     options = ("--scheduler", scheduler, "--name", name, "--tags", tags, "--threads", "1")
     start(stack, host, name, "worker", *options, **env)
 
 
 def await_all(services: Services, names: set[str]) -> None:
-    wait_until(lambda: answers(f"{services.api}/health"), "the Prefect server", every_s=0.5)
-    wait_until(lambda: answers(f"{services.dataplane}/metrics"), "the data plane", every_s=0.5)
-    wait_until(lambda: names <= joined(services.scheduler), "the workers", every_s=0.5)
+    waits.wait_until(lambda: answers(f"{services.api}/health"), "the Prefect server", every_s=0.5)
+    waits.wait_until(lambda: answers(f"{services.dataplane}/metrics"), "the data plane", every_s=0.5)
+    waits.wait_until(lambda: names <= joined(services.scheduler), "the workers", every_s=0.5)
 
 
 def answers(url: str) -> bool:
@@ -120,11 +122,11 @@ def joined(scheduler: str) -> set[str]:
         return set()
 
 
-def listening(host: Host) -> list[str]:
+def listening(host: hosts.Host) -> list[str]:
     """Addresses on which others can reach the host."""
     command = [*host.exec, "ss", "--listening", "--tcp", "--numeric", "--no-header"]
     said = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=patience(), encoding="utf-8"
+        command, capture_output=True, text=True, check=True, timeout=waits.patience(), encoding="utf-8"
     ).stdout
     addresses = [line.split()[3] for line in said.splitlines()]
     return [address for address in addresses if not address.startswith("127.0.0.1:")]
@@ -136,16 +138,16 @@ def test_a_worker_of_another_host_needs_a_certificate_and_joins_again_after_it_w
     monkeypatch.setattr("sf_core.scheduling.cluster.ANSWER_S", 5.0)
     # the shortest that Dask takes
     env = tls | {"SF_EMULATED": "1", "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11s"}
-    with hosts(2) as (main, other), local_stack(tmp_path / "logs", env) as stack:
+    with hosts.hosts(2) as (main, other), local_stack(tmp_path / "logs", env) as stack:
         scheduler = f"tls://{main.address}:8786"
         names = lambda: main.call(lambda: joined(scheduler))  # noqa: E731
         start(stack, main, "scheduler", "scheduler")
         start_worker(stack, other, "r0", "rollout", scheduler)
-        wait_until(lambda: names() == {"r0"}, "the worker", every_s=0.5)
+        waits.wait_until(lambda: names() == {"r0"}, "the worker", every_s=0.5)
         other.cut()
-        wait_until(lambda: names() == set(), "its loss", every_s=0.5)
+        waits.wait_until(lambda: names() == set(), "its loss", every_s=0.5)
         other.mend()
-        wait_until(lambda: names() == {"r0"}, "its return", every_s=0.5)
+        waits.wait_until(lambda: names() == {"r0"}, "its return", every_s=0.5)
 
         strange = certificates(tmp_path / "strange")
         with dask.config.set(strange | {"distributed.comm.tls.ca-file": str(tmp_path / "tls" / "ca.pem")}):
@@ -158,7 +160,7 @@ def test_a_worker_of_another_host_needs_a_certificate_and_joins_again_after_it_w
     [pytest.param(1, "r0", "publish", id="rollout"), pytest.param(2, "t0", "filter", id="dual")],
 )
 def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
-    three: list[Host], cluster: Cluster, number: int, worker: str, without: str
+    three: list[hosts.Host], cluster: bench.stacks.cluster.Cluster, number: int, worker: str, without: str
 ) -> None:
     main = three[0]
     lost = three[number]
@@ -175,27 +177,37 @@ def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
     hold = cluster.folder / f"{worker}-hold"
     (gates / "0").touch()
     process = cluster.start(config)
-    wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "iteration 0")
+    waits.wait_until(
+        lambda: bench.stacks.cluster.is_committed(config, 0, "publish") or process.poll() is not None,
+        "iteration 0",
+    )
 
     hold.touch()
     (gates / "1").touch()
-    wait_until(Path(f"{hold}ing").exists, "work at the host")
+    waits.wait_until(Path(f"{hold}ing").exists, "work at the host")
     lost.cut()
     hold.unlink()
     # as far as the others get
-    wait_until(lambda: is_committed(config, 1, without) or process.poll() is not None, "iteration 1")
+    waits.wait_until(
+        lambda: bench.stacks.cluster.is_committed(config, 1, without) or process.poll() is not None,
+        "iteration 1",
+    )
 
     mended = time.time()
     lost.mend()
     url = cluster.services.dataplane
     status = DataplaneClient(url, "cut-off", operator_key(url)).status
-    wait_until(lambda: worker in serving(main.call(status)), "its engine", every_s=0.5)
+    waits.wait_until(lambda: worker in serving(main.call(status)), "its engine", every_s=0.5)
     for gate in ("2", "3"):
         (gates / gate).touch()
     cluster.finish(config, process)
-    check_result(config)
+    bench.stacks.invariants.check_result(config)
     assert "did not free its device" not in cluster.log(config)
-    sampled = [span for span in spans(config, "rollout") if span.worker == worker and span.tokens]
+    sampled = [
+        span
+        for span in bench.stacks.cluster.spans(config, "rollout")
+        if span.worker == worker and span.tokens
+    ]
     assert min(span.start for span in sampled) < mended < max(span.start for span in sampled)
 
 

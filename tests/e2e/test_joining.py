@@ -5,77 +5,39 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 from distributed import Client, Event
 
-from sf_core.cli.stack.local import start_dask_worker
-from sf_core.config import RunConfig, WorkerConfig
-from sf_core.scheduling.cluster import read_workers, tell_holders
+from sf_core.scheduling.cluster import tell_holders
 from storage.run_directory import RunDirectory
+from tests.bench import stacks, waits
 from tests.bench.dataplane.planes import operator_client
-from tests.e2e.conftest import Cluster, holders, is_committed, spans
-from tests.e2e.invariants import check_result, manifests
-from tests.patience import patience, wait_until
-
-
-def start_worker(cluster: Cluster, name: str, *tags: str) -> None:
-    worker = WorkerConfig(tags=tags, threads=1)
-    start_dask_worker(cluster.stack, name, worker, cluster.services.scheduler, cluster.folder)
-
-
-def end_worker(cluster: Cluster, name: str) -> None:
-    """Kill a worker and its nanny."""
-    process = cluster.stack.processes[f"worker-{name}"]
-    nanny = psutil.Process(process.pid())
-    for member in (nanny, *nanny.children(recursive=True)):
-        # without its nanny the rest ends by itself
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-    cluster.stack.remove(process)
-
-
-@contextmanager
-def restored(cluster: Cluster) -> Iterator[None]:
-    """Restore the usual workers at the end, for other tests."""
-    wanted = RunConfig().cluster.workers
-    try:
-        yield
-    finally:
-        running = {p.removeprefix("worker-") for p in cluster.stack.processes if "worker-" in p}
-        for name in running - wanted.keys():
-            end_worker(cluster, name)
-        for name in wanted.keys() - running:
-            start_worker(cluster, name, *wanted[name].tags)
-        wait_until(lambda: connected(cluster) == wanted.keys(), "the usual workers", every_s=0.2)
-
-
-def connected(cluster: Cluster) -> set[str]:
-    return {worker.name for worker in read_workers(cluster.services.scheduler)}
 
 
 # workers that join and leave are below, too
 @pytest.mark.nightly
-def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lost(cluster: Cluster) -> None:
+def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lost(
+    cluster: stacks.cluster.Cluster,
+) -> None:
     config = cluster.config("joining", "async", train={"iterations": 4})
     plane = operator_client(cluster.services.dataplane)
     url = "/runs/joining"
-    with restored(cluster):
+    with stacks.joining.restored(cluster):
         process = cluster.start(config)
-        wait_until(lambda: is_committed(config, 1, "publish") or process.poll() is not None, "2")
+        waits.wait_until(
+            lambda: stacks.cluster.is_committed(config, 1, "publish") or process.poll() is not None, "2"
+        )
         # nothing ends while nothing is sampled: there is time to join
         plane.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
-        start_worker(cluster, "r1", "rollout")
+        stacks.joining.start_worker(cluster, "r1", "rollout")
 
         def versions() -> dict[str, int | None]:
             return {engine["worker"]: engine["version"] for engine in plane.get(url).json()["engines"]}
 
-        wait_until(
+        waits.wait_until(
             lambda: versions().get("r1") is not None or process.poll() is not None,
             "r1",
             every_s=0.1,
@@ -84,21 +46,23 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
         assert versions() == {"r0": newest, "r1": newest}, cluster.log(config)[-2000:]
         held = tell_holders(cluster.services.scheduler, "another")
         assert re.fullmatch(r"workers a0, (c0, )?r0, r1(, t0)? are held by run joining", held)
-        end_worker(cluster, "r0")
+        stacks.joining.end_worker(cluster, "r0")
         plane.post(f"{url}/resume", json={}).raise_for_status()
         cluster.finish(config, process)
-    check_result(config)
-    sampled = [span for span in spans(config, "rollout") if span.worker == "r1"]
+    stacks.invariants.check_result(config)
+    sampled = [span for span in stacks.cluster.spans(config, "rollout") if span.worker == "r1"]
     assert sum(span.tokens for span in sampled) > 0
     assert min(span.version or 0 for span in sampled) >= 2
 
 
 @pytest.mark.nightly
-def test_an_agent_worker_joins_and_rewards_are_scored_on_the_reward_worker(cluster: Cluster) -> None:
+def test_an_agent_worker_joins_and_rewards_are_scored_on_the_reward_worker(
+    cluster: stacks.cluster.Cluster,
+) -> None:
     environment = {
-        "tasks": "tests.e2e.echo_package:tasks",
-        "agent": "tests.e2e.echo_package:after_event",
-        "reward": "tests.e2e.echo_package:reward_with_worker",
+        "tasks": "tests.bench.stacks.echo_package:tasks",
+        "agent": "tests.bench.stacks.echo_package:after_event",
+        "reward": "tests.bench.stacks.echo_package:reward_with_worker",
     }
     config = cluster.config(
         "runners-join",
@@ -117,21 +81,21 @@ def test_an_agent_worker_joins_and_rewards_are_scored_on_the_reward_worker(clust
         return {name.partition(":")[0] for name in runners}
 
     def await_holders(wanted: set[str]) -> None:
-        wait_until(lambda: holders() == wanted or process.poll() is not None, f"{wanted}", every_s=0.1)
+        waits.wait_until(lambda: holders() == wanted or process.poll() is not None, f"{wanted}", every_s=0.1)
         assert process.poll() is None, cluster.log(config)[-2000:]
 
-    with restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
-        start_worker(cluster, "s0", "reward")
-        wait_until(lambda: "s0" in connected(cluster), "s0", every_s=0.2)
+    with stacks.joining.restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
+        stacks.joining.start_worker(cluster, "s0", "reward")
+        waits.wait_until(lambda: "s0" in stacks.joining.connected(cluster), "s0", every_s=0.2)
         process = cluster.start(config)
         await_holders({"a0", "s0"})
         # agents wait for these events: there is time to join
-        start_worker(cluster, "a1", "agent")
+        stacks.joining.start_worker(cluster, "a1", "agent")
         await_holders({"a0", "a1", "s0"})
         for split in ("holdout", "train"):
             Event(f"echo-{split}", client=client).set()
         cluster.finish(config, process)
-    check_result(config)
+    stacks.invariants.check_result(config)
     directory = RunDirectory(config.run_dir)
     manifest = directory.read_manifest(1, "rollout")
     assert manifest is not None
@@ -145,29 +109,33 @@ def test_an_agent_worker_joins_and_rewards_are_scored_on_the_reward_worker(clust
         assert earned == len(json.loads(messages)[-1]["content"])
 
 
-def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(cluster: Cluster) -> None:
+def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(
+    cluster: stacks.cluster.Cluster,
+) -> None:
     config = cluster.config("trainer-lost", "multiplexed", train={"iterations": 4, "gang_timeout_s": 5})
-    with restored(cluster):
+    with stacks.joining.restored(cluster):
         process = cluster.start(config)
-        wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0")
-        end_worker(cluster, "t0")
-        before = manifests(config)
+        waits.wait_until(
+            lambda: stacks.cluster.is_committed(config, 0, "publish") or process.poll() is not None, "0"
+        )
+        stacks.joining.end_worker(cluster, "t0")
+        before = stacks.invariants.manifests(config)
         lost = "failed (t0 left and did not come back within 5 s)"
-        wait_until(lambda: lost in cluster.log(config) or process.poll() is not None, lost, every_s=0.1)
-        start_worker(cluster, "t1", "rollout", "train")
+        waits.wait_until(lambda: lost in cluster.log(config) or process.poll() is not None, lost, every_s=0.1)
+        stacks.joining.start_worker(cluster, "t1", "rollout", "train")
         cluster.finish(config, process)
-    check_result(config)
-    after = manifests(config)
+    stacks.invariants.check_result(config)
+    after = stacks.invariants.manifests(config)
     assert {key: after[key] for key in before} == before
-    assert holders(config, "train") == {"t0", "t1"}
+    assert stacks.cluster.holders(config, "train") == {"t0", "t1"}
     # from the next iteration on it is lent as the first one was
-    assert "t1" in holders(config, "rollout")
+    assert "t1" in stacks.cluster.holders(config, "rollout")
     assert "retry on t1" in cluster.log(config)
 
 
 @pytest.mark.nightly
 def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it_is_back(
-    cluster: Cluster,
+    cluster: stacks.cluster.Cluster,
 ) -> None:
     config = cluster.config(
         "loan-lost",
@@ -179,34 +147,38 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
     )
     plane = operator_client(cluster.services.dataplane)
     url = "/runs/loan-lost"
-    with restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
+    with stacks.joining.restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
         patience_s = client.run_on_scheduler(give_up_after, 3.0)
         try:
             process = cluster.start(config)
-            wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0")
+            waits.wait_until(
+                lambda: stacks.cluster.is_committed(config, 0, "publish") or process.poll() is not None, "0"
+            )
             plane.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
-            wait_until(lambda: plane.get(url).json().get("iteration") == 1, "iteration 1", every_s=0.1)
-            assert not is_committed(config, 1, "rollout")
-            end_worker(cluster, "t0")
-            wait_until(lambda: client.run_on_scheduler(num_unrunnable) > 0, "its loans to wait", every_s=0.2)
-            wait_until(lambda: client.run_on_scheduler(num_unrunnable) == 0, "their loss", every_s=0.2)
+            waits.wait_until(lambda: plane.get(url).json().get("iteration") == 1, "iteration 1", every_s=0.1)
+            assert not stacks.cluster.is_committed(config, 1, "rollout")
+            stacks.joining.end_worker(cluster, "t0")
+            waits.wait_until(
+                lambda: client.run_on_scheduler(num_unrunnable) > 0, "its loans to wait", every_s=0.2
+            )
+            waits.wait_until(lambda: client.run_on_scheduler(num_unrunnable) == 0, "their loss", every_s=0.2)
         finally:
             client.run_on_scheduler(give_up_after, patience_s)
         back = time.time()
-        start_worker(cluster, "t0", "rollout", "train")
+        stacks.joining.start_worker(cluster, "t0", "rollout", "train")
 
         def serving() -> set[str]:
             engines = plane.get(url).json()["engines"]
             return {engine["worker"] for engine in engines if engine["version"] is not None}
 
-        wait_until(lambda: serving() == {"r0", "t0"} or process.poll() is not None, "t0", every_s=0.2)
+        waits.wait_until(lambda: serving() == {"r0", "t0"} or process.poll() is not None, "t0", every_s=0.2)
         plane.post(f"{url}/resume", json={}).raise_for_status()
         cluster.finish(config, process)
-    check_result(config)
+    stacks.invariants.check_result(config)
     assert "t0 gets a new lease" in cluster.log(config)
     assert "did not free its device" not in cluster.log(config)
-    [trained] = [span for span in spans(config, "train", "held") if span.lease == "train-1.1"]
-    loans = [span for span in spans(config, "rollout", "held") if span.worker == "t0"]
+    [trained] = [span for span in stacks.cluster.spans(config, "train", "held") if span.lease == "train-1.1"]
+    loans = [span for span in stacks.cluster.spans(config, "rollout", "held") if span.worker == "t0"]
     assert any(back < loan.start < loan.end <= trained.start for loan in loans)
 
 
@@ -222,32 +194,36 @@ def num_unrunnable(dask_scheduler: Any) -> int:
 
 
 @pytest.mark.nightly
-def test_a_run_without_a_trainer_fails_when_none_has_joined_by_its_deadline(cluster: Cluster) -> None:
+def test_a_run_without_a_trainer_fails_when_none_has_joined_by_its_deadline(
+    cluster: stacks.cluster.Cluster,
+) -> None:
     # every stage has this deadline, also those that end beside other tests
-    deadline = {"stage_timeout_s": patience(60)}
+    deadline = {"stage_timeout_s": waits.patience(60)}
     config = cluster.config("no-trainer", train={"iterations": 9, "gang_timeout_s": 5}, cluster=deadline)
-    with restored(cluster):
+    with stacks.joining.restored(cluster):
         process = cluster.start(config)
-        wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0")
-        end_worker(cluster, "t0")
-        wait_until(lambda: process.poll() is not None, "the deadline", every_s=0.2)
+        waits.wait_until(
+            lambda: stacks.cluster.is_committed(config, 0, "publish") or process.poll() is not None, "0"
+        )
+        stacks.joining.end_worker(cluster, "t0")
+        waits.wait_until(lambda: process.poll() is not None, "the deadline", every_s=0.2)
     assert process.returncode != 0
     lacks = r"for workers to train iteration \d: no worker is tagged train; workers: "
     assert re.search(lacks, cluster.log(config)), cluster.log(config)[-2000:]
 
 
 @pytest.mark.nightly
-def test_the_end_of_a_run_does_not_wait_for_a_lease_that_never_began(cluster: Cluster) -> None:
+def test_the_end_of_a_run_does_not_wait_for_a_lease_that_never_began(cluster: stacks.cluster.Cluster) -> None:
     config = cluster.config("never-began", "multiplexed", train={"iterations": 1}, evaluate={"num_tasks": 1})
     with Client(cluster.services.scheduler, set_as_default=False) as client:
         over = Event("never-began", client=client)
         busy = client.submit(lambda: Event("never-began").wait(600), resources={"@r0": 1}, priority=1)
         try:
-            wait_until(lambda: busy.key in cluster.running_tasks(), "a task on r0", every_s=0.2)
+            waits.wait_until(lambda: busy.key in cluster.running_tasks(), "a task on r0", every_s=0.2)
             cluster.finish(config, cluster.start(config))
         finally:
             over.set()
             busy.result()
-    check_result(config)
-    assert holders(config, "rollout") == {"t0"}
+    stacks.invariants.check_result(config)
+    assert stacks.cluster.holders(config, "rollout") == {"t0"}
     assert "did not end" not in cluster.log(config)

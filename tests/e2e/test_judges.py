@@ -15,7 +15,7 @@ from storage.run_directory import RunDirectory
 from storage.tables.judgements import read_judgements
 from storage.tables.metrics import read_metrics
 from storage.tables.trajectories import read_trajectories
-from tests.e2e.quickstart import options, read, sf
+from tests.bench.stacks.quickstart import options, read, sf
 
 
 def make_judge(folder: Path) -> str:

@@ -13,8 +13,8 @@ from sf_core.models.adapter import merge_folders
 from sf_core.models.builtin import make_policy
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
-from tests.e2e.conftest import Cluster
-from tests.patience import wait_until
+from tests.bench.stacks.cluster import Cluster
+from tests.bench.waits import wait_until
 
 
 def test_an_adapter_is_trained_and_sampled_whatever_is_killed_and_each_step_can_be_replayed(

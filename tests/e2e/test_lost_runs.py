@@ -17,10 +17,8 @@ from prefect.states import Cancelling, Crashed, Pending, Running
 
 from sf_core.child_processes import FLOW_RUN
 from sf_core.cli.stack.processes import Part
-from tests.e2e.conftest import Cluster, is_committed
-from tests.e2e.invariants import manifests
-from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
-from tests.patience import patience, wait_until
+from tests.bench import stacks, waits
+from tests.bench.stacks import prefect_server
 
 HOOKS = "hook"
 """Argument of a worker's process that runs the hooks of a flow that has crashed."""
@@ -29,9 +27,9 @@ HOOKS = "hook"
 # what is crashed and what is told: tests/tasks/test_lost_runs.py, tests/sf_core/reports/test_log_lines.py
 @pytest.mark.nightly
 def test_a_killed_run_is_started_again_once_where_it_stopped_although_its_crash_is_reported_twice(
-    server: Server, cluster: Cluster
+    server: prefect_server.Server, cluster: stacks.cluster.Cluster
 ) -> None:
-    config = without_addresses(cluster.config("killed", train={"iterations": 20}))
+    config = prefect_server.without_addresses(cluster.config("killed", train={"iterations": 20}))
 
     def hooks() -> psutil.Process | None:
         """The process between the two reports of a worker."""
@@ -42,22 +40,24 @@ def test_a_killed_run_is_started_again_once_where_it_stopped_although_its_crash_
         return None
 
     with server.worker() as worker:
-        run = server.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
-        wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
+        run = server.create_run(prefect_server.DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
+        waits.wait_until(
+            lambda: stacks.cluster.is_committed(config, 0, "publish"), "an iteration", every_s=0.1
+        )
         for process in psutil.Process(worker.pid()).children(recursive=True):
             process.kill()
-        before = manifests(config)
-        between = wait_until(hooks, "the first report", every_s=0.05)
+        before = stacks.invariants.manifests(config)
+        between = waits.wait_until(hooks, "the first report", every_s=0.05)
         between.suspend()
         try:
-            wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
+            waits.wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
         finally:
             between.resume()
-        between.wait(patience())
-        assert not is_committed(config, 19, "publish")
+        between.wait(waits.patience())
+        assert not stacks.cluster.is_committed(config, 19, "publish")
         ended = server.await_state(run, "Completed", 200, worker)
     assert (ended.name, ended.run_count, server.states(run).count("Crashed")) == ("killed", 2, 1)
-    after = manifests(config)
+    after = stacks.invariants.manifests(config)
     assert (19, "publish") in after
     assert {key: after[key] for key in before} == before
     with server.client() as client:
@@ -71,7 +71,9 @@ def test_a_killed_run_is_started_again_once_where_it_stopped_although_its_crash_
 
 
 @pytest.mark.parametrize(("pool", "state"), [("process", "Running"), ("kubernetes", "Crashed")])
-def test_a_crash_is_reported_once_by_a_worker_of_any_type(server: Server, pool: str, state: str) -> None:
+def test_a_crash_is_reported_once_by_a_worker_of_any_type(
+    server: prefect_server.Server, pool: str, state: str
+) -> None:
     """The second report of a process worker is the only one of others."""
     with server.client() as client:
         client.create_work_pool(WorkPoolCreate(name=f"a-{pool}", type=pool), overwrite=True)
@@ -89,33 +91,36 @@ def test_a_crash_is_reported_once_by_a_worker_of_any_type(server: Server, pool: 
 # two flows on one run are in test_resume.py
 @pytest.mark.nightly
 def test_a_process_whose_flow_run_was_taken_over_ends_without_a_state(
-    server: Server, cluster: Cluster, tmp_path: Path
+    server: prefect_server.Server, cluster: stacks.cluster.Cluster, tmp_path: Path
 ) -> None:
-    config = without_addresses(cluster.config("taken-over", train={"iterations": 8}))
-    run = server.create_run(DEPLOYMENTS["train"], config.model_dump(mode="json"))
+    config = prefect_server.without_addresses(cluster.config("taken-over", train={"iterations": 8}))
+    run = server.create_run(prefect_server.DEPLOYMENTS["train"], config.model_dump(mode="json"))
     logs = tmp_path / "older", tmp_path / "newer"
     with server.execute(run, logs[0]) as older:
-        wait_until(lambda: is_committed(config, 0, "publish") or older.poll() is not None, "an iteration")
+        waits.wait_until(
+            lambda: stacks.cluster.is_committed(config, 0, "publish") or older.poll() is not None,
+            "an iteration",
+        )
         older.send_signal(signal.SIGSTOP)
         with server.execute(run, logs[1]) as newer:
-            wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
+            waits.wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
             older.send_signal(signal.SIGCONT)
-            status = older.wait(patience())
-            assert newer.wait(patience()) == 0, logs[1].read_text(encoding="utf-8")[-3000:]
+            status = older.wait(waits.patience())
+            assert newer.wait(waits.patience()) == 0, logs[1].read_text(encoding="utf-8")[-3000:]
     said = logs[0].read_text(encoding="utf-8")[-3000:]
     assert server.states(run)[-3:] == ["Running", "Running", "Completed"], said
     assert (status, said.count("start 2 of this flow run has taken over")) == (0, 1), said
 
 
 @pytest.mark.nightly
-def test_a_run_that_crashes_again_and_again_is_given_up(server: Server) -> None:
-    run = server.create_run(DEPLOYMENTS["train"], {"run_id": "hopeless"})
+def test_a_run_that_crashes_again_and_again_is_given_up(server: prefect_server.Server) -> None:
+    run = server.create_run(prefect_server.DEPLOYMENTS["train"], {"run_id": "hopeless"})
     for _ in range(2):
         server.crash(run)
         server.await_state(run, "AwaitingRetry", 90)
     server.crash(run)
     # the server takes events one after the other: once this one is retried, the other would have been
-    other = server.create_run(DEPLOYMENTS["train"], {"run_id": "first-crash"})
+    other = server.create_run(prefect_server.DEPLOYMENTS["train"], {"run_id": "first-crash"})
     server.crash(other)
     server.await_state(other, "AwaitingRetry", 90)
     assert server.await_state(run, "Crashed").run_count == 3
@@ -123,7 +128,7 @@ def test_a_run_that_crashes_again_and_again_is_given_up(server: Server) -> None:
         client.delete_flow_run(other.id)  # or a worker would start it
 
 
-def test_a_run_whose_process_vanished_is_found(server: Server) -> None:
+def test_a_run_whose_process_vanished_is_found(server: prefect_server.Server) -> None:
     def setup(silence_s: int) -> None:
         done = server.call("sf_core", "setup-server", "--silence-s", str(silence_s))
         assert done.returncode == 0, done.stderr
@@ -144,9 +149,11 @@ def test_a_run_whose_process_vanished_is_found(server: Server) -> None:
     assert crashed.state and crashed.state.message == "no heartbeat for 10 s: its process is gone"
 
 
-def test_a_stack_that_begins_again_frees_the_places_of_runs_that_nobody_works_on(server: Server) -> None:
+def test_a_stack_that_begins_again_frees_the_places_of_runs_that_nobody_works_on(
+    server: prefect_server.Server,
+) -> None:
     config = {"run_id": "lost"}
-    runs = [server.create_run(DEPLOYMENTS["train"], config) for _ in range(5)]
+    runs = [server.create_run(prefect_server.DEPLOYMENTS["train"], config) for _ in range(5)]
     waiting, running, often, cancelled, alive = runs
     with server.client() as client:
         client.set_flow_run_state(waiting.id, Pending(), force=True)

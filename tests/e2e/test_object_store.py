@@ -11,8 +11,8 @@ from sf_core.cli.command_lock import hold
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.policy_server import check_printed_use
-from tests.e2e.conftest import Cluster
-from tests.e2e.quickstart import CONFIG, options, read, sf
+from tests.bench.stacks import quickstart
+from tests.bench.stacks.cluster import Cluster
 
 
 # tests of storage use a bucket
@@ -21,7 +21,7 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     cluster: Cluster, tmp_path: Path, s3_bucket: str
 ) -> None:
     """A small policy, an iteration of few sessions. Another command uses a local run of the same name."""
-    settings = options(
+    settings = quickstart.options(
         run_id="small",
         storage__root=f"{s3_bucket}/runs",
         policy__hidden_size=32,
@@ -35,7 +35,7 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     of_same_name = tmp_path / "runs" / "small"
     of_same_name.mkdir(parents=True)
     with hold(RunDirectory(str(of_same_name))):
-        done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
+        done = quickstart.sf(tmp_path, "train", quickstart.CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [file.name for file in of_same_name.iterdir()] == ["command.lock"]
 
@@ -52,9 +52,9 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     assert files.exists(run.policy_dir + "/model.safetensors")
     assert files.exists(run.events_file("train", 0))
 
-    shown = read("inspect", run.uri)
+    shown = quickstart.read("inspect", run.uri)
     assert "run small" in shown and "RFTP" in shown.replace(" ", "")
     session = shown.rsplit("--session ", 1)[1].split()[0]
-    assert "«sampled, trained»" in read("inspect", run.uri, "--session", session)
-    read("report", run.uri, "-o", str(tmp_path / "small.html"))
+    assert "«sampled, trained»" in quickstart.read("inspect", run.uri, "--session", session)
+    quickstart.read("report", run.uri, "-o", str(tmp_path / "small.html"))
     assert "run small" in (tmp_path / "small.html").read_text(encoding="utf-8")

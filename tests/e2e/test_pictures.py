@@ -17,9 +17,8 @@ from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
 from sf_core.surroundings import vllm_python
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster, is_committed
-from tests.e2e.invariants import check_result, trajectories
-from tests.patience import patience, wait_until
+from tests.bench import stacks, waits
+from tests.bench.stacks import invariants
 
 SEES: dict[str, Any] = {
     # vLLM's CPU build knows no narrower heads
@@ -29,12 +28,12 @@ SEES: dict[str, Any] = {
 }
 
 
-def configure(cluster: Cluster, run_id: str, **train: Any) -> RunConfig:
+def configure(cluster: stacks.cluster.Cluster, run_id: str, **train: Any) -> RunConfig:
     rollout = {"overlap": False, "max_tokens": 8}
     return cluster.config(run_id, **SEES, rollout=rollout, train=train)
 
 
-def kill_vllm(cluster: Cluster) -> None:
+def kill_vllm(cluster: stacks.cluster.Cluster) -> None:
     """kill -9 of the process that computes."""
     engines = [
         process
@@ -62,14 +61,16 @@ def make_large(folder: str) -> None:
 
 def shown(config: RunConfig) -> list[dict[str, Any]]:
     """The spans of all pictures in the trajectories that trained."""
-    rows = [row for k in range(config.train.iterations) for row in trajectories(config, k).to_pylist()]
+    rows = [
+        row for k in range(config.train.iterations) for row in invariants.trajectories(config, k).to_pylist()
+    ]
     return [span for row in rows for span in row["images"]]
 
 
 # kills are in test_resume.py, runs that see in tests/sf_core/stages/test_seeing_runs.py
 @pytest.mark.nightly
 def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_replayed(
-    cluster: Cluster,
+    cluster: stacks.cluster.Cluster,
 ) -> None:
     vllm_python()
     config = configure(cluster, "sees", iterations=5)
@@ -77,7 +78,11 @@ def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_r
     run = RunDirectory(config.run_dir)
 
     def reach(iteration: int) -> None:
-        wait_until(lambda: is_committed(config, iteration, "rollout"), f"batch {iteration}", quiet_s=240)
+        waits.wait_until(
+            lambda: stacks.cluster.is_committed(config, iteration, "rollout"),
+            f"batch {iteration}",
+            quiet_s=240,
+        )
 
     reach(0)
     cluster.restart_dataplane()
@@ -90,7 +95,7 @@ def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_r
     process.wait()
     cluster.finish(config, cluster.start(config))
 
-    check_result(config)
+    invariants.check_result(config)
     spans = shown(config)
     assert spans
     files = {file.name: file for file in Path(run.media_dir).iterdir()}
@@ -106,7 +111,7 @@ def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_r
 # a server that sees is in tests/sf_core/engines/vllm/test_seeing.py
 @pytest.mark.nightly
 def test_a_run_whose_engine_sees_otherwise_than_its_trainer_ends_at_the_first_batch(
-    cluster: Cluster, tmp_path: Path
+    cluster: stacks.cluster.Cluster, tmp_path: Path
 ) -> None:
     vllm_python()
     start = str(tmp_path / "policy")
@@ -120,7 +125,7 @@ def test_a_run_whose_engine_sees_otherwise_than_its_trainer_ends_at_the_first_ba
     rollout = {"group_size": 8, "groups_per_batch": 8, "max_tokens": 8}
     config = cluster.config("swapped", "async", **parts, rollout=rollout, train=train)
     process = cluster.start(config)
-    assert process.wait(patience(240)) != 0
+    assert process.wait(waits.patience(240)) != 0
     told = cluster.log(config)
     assert "max_engine_difference" in told, told[-3000:]
-    assert not is_committed(config, 1, "train")
+    assert not stacks.cluster.is_committed(config, 1, "train")

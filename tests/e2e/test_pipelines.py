@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import Cluster, holders, overlap_s, spans
-from tests.e2e.invariants import check_nothing_lost, check_result, trajectories
+from tests.bench import stacks
+from tests.bench.waits import patience
 from tests.e2e.paced_package import GROUPS_PER_BATCH
-from tests.patience import patience
 
 PACED = {
     "environment": {part: f"tests.e2e.paced_package:{part}" for part in ("tasks", "agent", "reward")},
@@ -28,14 +27,19 @@ PACED = {
 
 @pytest.mark.parametrize("pipeline", [pytest.param("disaggregated", marks=pytest.mark.nightly), "async"])
 def test_a_pipeline_says_who_samples_and_whether_training_is_waited_for(
-    cluster: Cluster, pipeline: str
+    cluster: stacks.cluster.Cluster, pipeline: str
 ) -> None:
     config = cluster.config(pipeline, pipeline, **PACED)
     cluster.finish(config, cluster.start(config))
-    check_result(config)
-    check_nothing_lost(config)
-    assert any(trajectories(config, 0)["shared_prefix"].to_pylist())
-    assert holders(config, "rollout") == {"r0"}
-    assert holders(config, "train") == {"t0"}
+    stacks.invariants.check_result(config)
+    stacks.invariants.check_nothing_lost(config)
+    assert any(stacks.invariants.trajectories(config, 0)["shared_prefix"].to_pylist())
+    assert stacks.cluster.holders(config, "rollout") == {"r0"}
+    assert stacks.cluster.holders(config, "train") == {"t0"}
     # the second batch is there to be sampled as long as the first is trained on
-    assert (overlap_s(spans(config, "rollout"), spans(config, "train")) > 0) == config.overlap
+    assert (
+        stacks.cluster.overlap_s(
+            stacks.cluster.spans(config, "rollout"), stacks.cluster.spans(config, "train")
+        )
+        > 0
+    ) == config.overlap

@@ -14,24 +14,23 @@ import yaml
 from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import read_trajectories
-from tests.e2e.conftest import Cluster, is_committed
-from tests.e2e.desk import PAGE, Desk
-from tests.e2e.invariants import check_result, manifests
-from tests.patience import wait_until
+from tests.bench import stacks
+from tests.bench.stacks import invariants
+from tests.bench.waits import wait_until
 
 ITERATIONS = 10
 
 
 @pytest.fixture
-def desk(cluster: Cluster, tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(tmp_path, PLANE=cluster.services.dataplane, RUN="product", NO_PROXY="127.0.0.1")
+def desk(cluster: stacks.cluster.Cluster, tmp_path: Path) -> Iterator[stacks.desk.Desk]:
+    desk = stacks.desk.Desk(tmp_path, PLANE=cluster.services.dataplane, RUN="product", NO_PROXY="127.0.0.1")
     yield desk
     desk.close()
 
 
 def documented() -> dict[str, Any]:
     """The settings that the page shows."""
-    settings = re.search(r"```yaml\n(.*?)```", PAGE, re.S)
+    settings = re.search(r"```yaml\n(.*?)```", stacks.desk.PAGE, re.S)
     assert settings is not None
     return dict(yaml.safe_load(settings[1])["rollout"])
 
@@ -47,11 +46,15 @@ def files_of_sessions(config: RunConfig) -> Counter[str]:
 
 # sessions of clients are in tests/sf_core/dataplane/runs/test_external.py
 @pytest.mark.nightly
-def test_a_product_teaches_the_policy_whatever_is_killed(cluster: Cluster, desk: Desk) -> None:
+def test_a_product_teaches_the_policy_whatever_is_killed(
+    cluster: stacks.cluster.Cluster, desk: stacks.desk.Desk
+) -> None:
     config = cluster.config(
         "product",
         policy={"hidden_size": 64, "num_layers": 1, "warmstart": None},
-        environment={part: f"tests.e2e.desk_package:{part}" for part in ("tasks", "agent", "reward")},
+        environment={
+            part: f"tests.bench.stacks.desk_package:{part}" for part in ("tasks", "agent", "reward")
+        },
         # what nobody could rate, because somebody was killed, says nothing of the policy
         rollout=documented()
         | {"groups_per_batch": 4, "outside_groups": 4, "max_tokens": 8}
@@ -64,20 +67,22 @@ def test_a_product_teaches_the_policy_whatever_is_killed(cluster: Cluster, desk:
     assert desk.ask("Anybody there?").status_code == 503
     desk.open()
     flow = cluster.start(config)
-    wait_until(lambda: is_committed(config, 1, "publish"), "two iterations", every_s=0.05)
+    wait_until(lambda: stacks.cluster.is_committed(config, 1, "publish"), "two iterations", every_s=0.05)
     cluster.restart_dataplane()
-    wait_until(lambda: is_committed(config, 3, "publish"), "four iterations", every_s=0.05)
+    wait_until(lambda: stacks.cluster.is_committed(config, 3, "publish"), "four iterations", every_s=0.05)
     desk.kill()
     desk.start()
-    wait_until(lambda: is_committed(config, 5, "publish"), "six iterations", every_s=0.05)
+    wait_until(lambda: stacks.cluster.is_committed(config, 5, "publish"), "six iterations", every_s=0.05)
     flow.kill()
     flow.wait()
     cluster.finish(config, cluster.start(config))
     assert desk.ask("Anybody there?").status_code == 503
-    check_result(config)
+    invariants.check_result(config)
     told = "train.learning_rate 0.04 is 40 times the value that would be derived, 0.001 (the built-in policy"
     assert told in cluster.log(config)
-    rewards = [manifests(config)[number, "rollout"]["data"]["reward_mean"] for number in range(ITERATIONS)]
+    rewards = [
+        invariants.manifests(config)[number, "rollout"]["data"]["reward_mean"] for number in range(ITERATIONS)
+    ]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.15, rewards
     stored = files_of_sessions(config)
     assert set(stored.values()) == {1}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sf_core.stages.settling.stored_config import read_stored_config
-from tests.e2e.invariants import check_result
-from tests.e2e.quickstart import options, sf
+from tests.bench.stacks.invariants import check_result
+from tests.bench.stacks.quickstart import options, sf
 
 
 # tests/sf_core/cli/test_project.py runs the tests of a project

@@ -18,25 +18,14 @@ from sf_core.config import RunConfig
 from sf_core.environments.quickstart import TOOLS
 from sf_core.stages.settling.stored_config import read_stored_config
 from storage.run_directory import RunDirectory
+from tests.bench import stacks
 from tests.bench.notebooks import execute
-from tests.e2e.conftest import Cluster, holders, overlap_s, spans
-from tests.e2e.invariants import check_nothing_lost, check_result, manifests, trajectories
-from tests.e2e.quickstart import CONFIG, options, sf
 from tests.e2e.recomputed import Policies
 
 # the first of them trains the quickstart, which takes two minutes on a quiet machine
 
 ROWS_RECOMPUTED = 32
 """Number of rows recomputed in every batch."""
-
-
-def held_out(config: RunConfig) -> tuple[float, float]:
-    """Mean reward before the first iteration and after the last one."""
-    committed = manifests(config)
-    first, last = (committed[k, "evaluate"]["data"] for k in (0, config.train.iterations))
-    assert first["num_tasks"] == last["num_tasks"] == config.evaluate.num_tasks
-    assert first["failed"] == last["failed"] == 0
-    return first["reward_mean"], last["reward_mean"]
 
 
 def num_answers(rows: pa.Table) -> list[int]:
@@ -52,7 +41,7 @@ def check_reading(run_dir: str) -> None:
     assert len(iterations) == config.train.iterations and all(one["published"] for one in iterations)
     for one in iterations:
         number = one["iteration"]
-        rows = trajectories(config, number)
+        rows = stacks.invariants.trajectories(config, number)
         assert one["sampled_tokens"] == pc.sum(pc.list_flatten(rows["loss_mask"])).as_py()
         assert one["sessions"] == len(pc.unique(rows["session_id"]))
     held_out = {one["version"]: one["reward"] for one in evaluations}
@@ -66,7 +55,7 @@ def check_reading(run_dir: str) -> None:
     assert [sampled[one["iteration"]] for one in iterations] == [one["sampled_tokens"] for one in iterations]
     assert sum(run.groups()["sessions"].to_pylist()) == len(training)
 
-    last = trajectories(config, config.train.iterations - 1)
+    last = stacks.invariants.trajectories(config, config.train.iterations - 1)
     decode = AutoTokenizer.from_pretrained(run.uri + "/policy").decode
     answers = {one["session_id"]: one["answers"] for one in training}
     for row, expected in zip(last.slice(0, 8).to_pylist(), num_answers(last), strict=False):
@@ -80,7 +69,7 @@ def check_reading(run_dir: str) -> None:
 def test_it_learns(quickstart: RunConfig) -> None:
     """The standard error of a mean over 256 tasks is at most 0.03, that of a difference 0.045; twelve
     iterations are worth about 0.35: chance neither makes nor hides a rise of 0.15."""
-    before, after = held_out(quickstart)
+    before, after = stacks.invariants.held_out(quickstart)
     assert after - before >= 0.15
 
 
@@ -98,9 +87,11 @@ def test_a_notebook_reads_it(quickstart: RunConfig, tmp_path: Path) -> None:
 
 
 def test_its_batches_are_whole_and_exact(quickstart: RunConfig) -> None:
-    check_result(quickstart)
-    check_nothing_lost(quickstart)
-    rows = pa.concat_tables(trajectories(quickstart, k) for k in range(quickstart.train.iterations))
+    stacks.invariants.check_result(quickstart)
+    stacks.invariants.check_nothing_lost(quickstart)
+    rows = pa.concat_tables(
+        stacks.invariants.trajectories(quickstart, k) for k in range(quickstart.train.iterations)
+    )
     # tools were called, and devices taken with requests on them
     interrupted = np.array(rows["interruptions"]) > 0
     tools = np.array(num_answers(rows)) > 1
@@ -112,7 +103,7 @@ def test_every_sampled_token_has_the_log_prob_that_its_policy_version_gives_it(q
     """Recomputed with the published weights from the exported ids: they are those that the engine saw."""
     policies = Policies(RunDirectory(quickstart.run_dir))
     for k in range(quickstart.train.iterations):
-        rows = trajectories(quickstart, k)
+        rows = stacks.invariants.trajectories(quickstart, k)
         answers = pa.array(num_answers(rows))
         most_telling = pc.sort_indices(
             rows.append_column("answers", answers),
@@ -128,7 +119,7 @@ def test_every_sampled_token_has_the_log_prob_that_its_policy_version_gives_it(q
 def test_conversations_rendered_again_give_the_exported_ids(quickstart: RunConfig) -> None:
     """All but those with special tokens in the middle of an answer, which no text has."""
     tokenizer = AutoTokenizer.from_pretrained(RunDirectory(quickstart.run_dir).start_dir)
-    rows = trajectories(quickstart, quickstart.train.iterations - 1)
+    rows = stacks.invariants.trajectories(quickstart, quickstart.train.iterations - 1)
     equal = []
     for row in rows.to_pylist():
         tools = [tool.schema for tool in TOOLS[row["environment"]]]
@@ -140,26 +131,30 @@ def test_conversations_rendered_again_give_the_exported_ids(quickstart: RunConfi
 
 
 def test_devices_sample_while_others_train(quickstart: RunConfig) -> None:
-    assert holders(quickstart, "rollout") == {"r0", "t0"}
-    assert holders(quickstart, "train") == {"t0"}
-    steps = spans(quickstart, "train")
-    sampling = spans(quickstart, "rollout", on="r0")
-    assert overlap_s(sampling, steps) > 0
+    assert stacks.cluster.holders(quickstart, "rollout") == {"r0", "t0"}
+    assert stacks.cluster.holders(quickstart, "train") == {"t0"}
+    steps = stacks.cluster.spans(quickstart, "train")
+    sampling = stacks.cluster.spans(quickstart, "rollout", on="r0")
+    assert stacks.cluster.overlap_s(sampling, steps) > 0
     # who only samples is held once, to the end: training takes nothing from it. Its process gives way to
     # others, and on a busy machine begins when the first steps are over
-    [held] = spans(quickstart, "rollout", "held", on="r0")
+    [held] = stacks.cluster.spans(quickstart, "rollout", "held", on="r0")
     assert steps[-1].end < held.end
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_whole_of_it_learns_with_any_seed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
-    settings = options(run_id=f"seed-{seed}", seed=seed)
-    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services, quiet_s=840)
+def test_the_whole_of_it_learns_with_any_seed(
+    cluster: stacks.cluster.Cluster, tmp_path: Path, seed: int
+) -> None:
+    settings = stacks.quickstart.options(run_id=f"seed-{seed}", seed=seed)
+    done = stacks.quickstart.sf(
+        tmp_path, "train", stacks.quickstart.CONFIG, *settings, on=cluster.services, quiet_s=840
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     config = read_stored_config(str(tmp_path / "runs" / f"seed-{seed}"))
-    before, after = held_out(config)
+    before, after = stacks.invariants.held_out(config)
     assert after - before >= 0.35 and after >= 0.80
-    check_result(config)
-    check_nothing_lost(config)
+    stacks.invariants.check_result(config)
+    stacks.invariants.check_nothing_lost(config)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster
-from tests.e2e.quickstart import options, sf
+from tests.bench.stacks.cluster import Cluster
+from tests.bench.stacks.quickstart import options, sf
 
 SMALL = options(
     run_id="real",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,74 +13,66 @@ import torch
 
 from sf_core.cli.replay import replay
 from sf_core.cli.stack.local import start_dataplane
-from sf_core.config import RunConfig
-from storage.run_directory import STAGES
-from tests.e2e.conftest import Cluster, is_committed
-from tests.e2e.invariants import check_result, manifests
-from tests.patience import patience, wait_until
-
-
-def await_stage(cluster: Cluster, config: RunConfig, flow: Popen[bytes], iteration: int, stage: str) -> None:
-    """Return when this stage of an iteration begins: when the one before it is committed."""
-    before = STAGES.index(stage) - 1
-    committed = (iteration if before >= 0 else iteration - 1, STAGES[before])
-    what = f"start of {stage} of iteration {iteration}"
-    wait_until(lambda: is_committed(config, *committed) or flow.poll() is not None, what)
-    assert flow.poll() is None, cluster.log(config)[-2000:]
+from tests.bench import stacks, waits
+from tests.bench.stacks import invariants
 
 
 # the next test kills a flow once, where it costs most: while it trains
 @pytest.mark.nightly
-def test_a_flow_that_is_killed_in_any_stage_goes_on_in_this_stage(cluster: Cluster) -> None:
+def test_a_flow_that_is_killed_in_any_stage_goes_on_in_this_stage(cluster: stacks.cluster.Cluster) -> None:
     config = cluster.config("flow-killed")
     before: dict[tuple[int, str], Any] = {}
     # each flow has a stage to end before that in which it is killed
     for iteration, stage in ((1, "rollout"), (1, "train"), (2, "filter"), (2, "publish")):
         process = cluster.start(config)
-        await_stage(cluster, config, process, iteration, stage)
+        stacks.cluster.await_stage(cluster, config, process, iteration, stage)
         process.kill()
         process.wait()
-        now = manifests(config)
+        now = invariants.manifests(config)
         assert {key: now[key] for key in before} == before
         before = now
     cluster.finish(config, cluster.start(config))
-    after = manifests(config)
+    after = invariants.manifests(config)
     assert {key: after[key] for key in before} == before
-    check_result(config)
+    invariants.check_result(config)
 
 
 def test_an_older_flow_is_refused_a_killed_one_is_continued_and_a_finished_run_is_not_run_again(
-    cluster: Cluster,
+    cluster: stacks.cluster.Cluster,
 ) -> None:
     """Of two flows on one run the newer goes on, and what it has not finished when it is killed is finished
     by a third one."""
     config = cluster.config("flows", train={"iterations": 6})
     older = cluster.start(config)
-    wait_until(lambda: is_committed(config, 0, "publish") or older.poll() is not None, "an iteration")
+    waits.wait_until(
+        lambda: stacks.cluster.is_committed(config, 0, "publish") or older.poll() is not None, "an iteration"
+    )
     older.send_signal(signal.SIGSTOP)
-    before = manifests(config)
+    before = invariants.manifests(config)
     newer = cluster.start(config)
-    wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
+    waits.wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
     older.send_signal(signal.SIGCONT)
-    assert older.wait(patience()) != 0
+    assert older.wait(waits.patience()) != 0
     assert re.search("[Aa]ttempt 1 .*was superseded by a later attempt", cluster.log(config))
 
-    await_stage(cluster, config, newer, 2, "train")
+    stacks.cluster.await_stage(cluster, config, newer, 2, "train")
     newer.kill()
     newer.wait()
-    now = manifests(config)
+    now = invariants.manifests(config)
     assert {key: now[key] for key in before} == before
     assert {manifest["attempt"] for manifest in now.values()} == {1, 2}
     cluster.finish(config, cluster.start(config))
-    after = manifests(config)
+    after = invariants.manifests(config)
     assert {key: after[key] for key in now} == now
-    check_result(config)
+    invariants.check_result(config)
 
     cluster.finish(config, cluster.start(config))
-    assert manifests(config) == after
+    assert invariants.manifests(config) == after
 
 
-def test_what_is_killed_is_replaced_and_the_run_ends_as_if_nothing_happened(cluster: Cluster) -> None:
+def test_what_is_killed_is_replaced_and_the_run_ends_as_if_nothing_happened(
+    cluster: stacks.cluster.Cluster,
+) -> None:
     """Every worker, and the data plane while it is sampled for and while it is trained; with a critic and a
     reference that is renewed, so that a trainer has all to make again that it can have."""
     kills = [
@@ -99,16 +90,16 @@ def test_what_is_killed_is_replaced_and_the_run_ends_as_if_nothing_happened(clus
     process = cluster.start(config)
     before: dict[tuple[int, str], Any] = {}
     for iteration, stage, killed in kills:
-        await_stage(cluster, config, process, iteration, stage)
-        before |= manifests(config)
+        stacks.cluster.await_stage(cluster, config, process, iteration, stage)
+        before |= invariants.manifests(config)
         if killed == "dataplane":
             cluster.restart_dataplane()
         else:
             cluster.worker_process(killed).kill()
     cluster.finish(config, process)
-    after = manifests(config)
+    after = invariants.manifests(config)
     assert {key: after[key] for key in before} == before
-    check_result(config)
+    invariants.check_result(config)
     threads = torch.get_num_threads()
     try:
         assert all(replay(config.run_dir, iteration).equal for iteration in range(3))
@@ -118,27 +109,27 @@ def test_what_is_killed_is_replaced_and_the_run_ends_as_if_nothing_happened(clus
 
 @pytest.mark.nightly
 def test_a_run_goes_on_after_its_leases_were_lost_with_a_data_plane_that_was_long_away(
-    cluster: Cluster,
+    cluster: stacks.cluster.Cluster,
 ) -> None:
     config = cluster.config("dataplane-away", "async", train={"iterations": 3})
     process = cluster.start(config)
-    await_stage(cluster, config, process, 1, "train")
+    stacks.cluster.await_stage(cluster, config, process, 1, "train")
     seat = Path(config.run_dir, "gangs", "00001", "1.0", "rank-0")
-    wait_until(lambda: seat.exists() or process.poll() is not None, "the rank of iteration 1")
+    waits.wait_until(lambda: seat.exists() or process.poll() is not None, "the rank of iteration 1")
     trainer = cluster.worker_process("t0")
     trainer.suspend()
     try:
-        assert (1, "train") not in manifests(config)
+        assert (1, "train") not in invariants.manifests(config)
         cluster.stack.remove(cluster.stack.processes["dataplane"])
         try:
             for lease in ("r0-[0-9]", "a0-[0-9]"):
                 lost = re.compile(
                     rf"lease {lease}+\.1 was lost \(ConnectionError: .*data plane at .*a new lease"
                 )
-                wait_until(lambda lost=lost: lost.search(cluster.log(config)), lost.pattern)
+                waits.wait_until(lambda lost=lost: lost.search(cluster.log(config)), lost.pattern)
         finally:
             start_dataplane(cluster.stack, cluster.folder, urlsplit(cluster.services.dataplane).port)()
     finally:
         trainer.resume()
     cluster.finish(config, process)
-    check_result(config)
+    invariants.check_result(config)

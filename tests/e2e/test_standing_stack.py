@@ -16,15 +16,9 @@ import pytest
 from sf_core.child_processes import MARK
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import read_workers
-from tests.bench.dataplane.outside import agents_at, await_stored
-from tests.chaos.faults import Fault, Kill, KillProcess, Stop
-from tests.chaos.runner import run_through, run_undisturbed
-from tests.chaos.training import runs
-from tests.e2e.conftest import is_committed, small_run
-from tests.e2e.invariants import manifests
-from tests.e2e.prefect_server import DEPLOYMENTS, PrefectApi
-from tests.e2e.standing import Stack
-from tests.patience import patience, wait_until
+from tests import bench
+from tests.bench.stacks import prefect_server
+from tests.bench.stacks.standing import Stack
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +37,16 @@ def standing_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def test_every_part_is_up_and_the_runs_can_be_started(standing_stack: Stack) -> None:
     api = standing_stack.services.api
-    PrefectApi(api).check_deployments()
+    prefect_server.PrefectApi(api).check_deployments()
     assert standing_stack.dataplane_answers()
     names = {worker.name for worker in read_workers(standing_stack.services.scheduler)}
     assert names == set(RunConfig().cluster.workers)
 
     def is_online() -> bool:
-        with PrefectApi(api).client() as client:
+        with prefect_server.PrefectApi(api).client() as client:
             return bool(client.request("POST", "/work_pools/sf/workers/filter", json={}).json())
 
-    wait_until(is_online, "a process worker", every_s=0.5)
+    bench.waits.wait_until(is_online, "a process worker", every_s=0.5)
 
 
 # test_lost_runs.py has deployed runs that are lost
@@ -65,25 +59,29 @@ def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
     (standing_stack.user_code / "my_agent.py").write_text(
         f"{code}os.environ['GATES'] = {str(gates)!r}\n", encoding="utf-8"
     )
-    prefect = PrefectApi(standing_stack.services.api)
+    prefect = prefect_server.PrefectApi(standing_stack.services.api)
     environment = {part: f"my_agent:{part}" for part in ("tasks", "agent", "reward")}
     open_gates(gates, 0, 1)
-    config = small_run("deployed", tmp_path, environment=environment)
-    run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
-    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
+    config = bench.stacks.cluster.small_run("deployed", tmp_path, environment=environment)
+    run = prefect.create_run(prefect_server.DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
+    bench.waits.wait_until(
+        lambda: bench.stacks.cluster.is_committed(config, 0, "publish"), "an iteration", every_s=0.1
+    )
     down = standing_stack.sf("down")
     ended = (
         "run deployed: AwaitingRetry, sf down stopped it; the next sf up continues it from where it stopped"
     )
     assert (down.returncode, ended in down.stdout) == (0, True), down.stdout + down.stderr
     assert standing_stack.processes() == []
-    before = manifests(config)
+    before = bench.stacks.invariants.manifests(config)
     open_gates(gates, 2, 3)
     assert standing_stack.up().returncode == 0
     assert prefect.await_state(run, "Completed", 150).run_count == 2
     last = "iteration 2, 3 of 3: reward "
-    wait_until(lambda: any(line.startswith(last) for line in prefect.logs(run)), "its line", every_s=0.5)
-    after = manifests(config)
+    bench.waits.wait_until(
+        lambda: any(line.startswith(last) for line in prefect.logs(run)), "its line", every_s=0.5
+    )
+    after = bench.stacks.invariants.manifests(config)
     assert (2, "publish") in after.keys() - before.keys()
     assert {key: after[key] for key in before} == before
 
@@ -99,13 +97,17 @@ def test_a_run_that_the_stack_has_open_is_not_continued_beside_it(
     (standing_stack.user_code / "beside.py").write_text(
         f"{code}os.environ['GATES'] = {str(gates)!r}\n", encoding="utf-8"
     )
-    prefect = PrefectApi(standing_stack.services.api)
+    prefect = prefect_server.PrefectApi(standing_stack.services.api)
     environment = {part: f"beside:{part}" for part in ("tasks", "agent", "reward")}
-    config = small_run("beside", tmp_path, environment=environment, train={"iterations": 2})
+    config = bench.stacks.cluster.small_run(
+        "beside", tmp_path, environment=environment, train={"iterations": 2}
+    )
     open_gates(gates, 0)
-    run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
-    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
-    with agents_at(standing_stack.services.dataplane, "beside") as agents:
+    run = prefect.create_run(prefect_server.DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
+    bench.waits.wait_until(
+        lambda: bench.stacks.cluster.is_committed(config, 0, "publish"), "an iteration", every_s=0.1
+    )
+    with bench.dataplane.outside.agents_at(standing_stack.services.dataplane, "beside") as agents:
         agents.await_more()
         resumed = subprocess.run(
             [sys.executable, "-m", "sf_core", "resume", config.run_dir],
@@ -113,7 +115,7 @@ def test_a_run_that_the_stack_has_open_is_not_continued_beside_it(
             cwd=standing_stack.user_code,
             capture_output=True,
             text=True,
-            timeout=patience(280),
+            timeout=bench.waits.patience(280),
             encoding="utf-8",
         )
         told = resumed.stdout + resumed.stderr
@@ -124,8 +126,8 @@ def test_a_run_that_the_stack_has_open_is_not_continued_beside_it(
         agents.await_more()
     open_gates(gates, 1, 2, 3)
     prefect.await_state(run, "Completed", 150)
-    assert {manifest["attempt"] for manifest in manifests(config).values()} == {1}
-    await_stored(config.run_dir, agents.acknowledged)
+    assert {manifest["attempt"] for manifest in bench.stacks.invariants.manifests(config).values()} == {1}
+    bench.dataplane.outside.await_stored(config.run_dir, agents.acknowledged)
 
 
 def open_gates(folder: Path, *numbers: int) -> None:
@@ -137,10 +139,12 @@ def open_gates(folder: Path, *numbers: int) -> None:
 
 @pytest.mark.nightly
 def test_a_run_goes_on_when_the_machine_of_its_stack_was_reset(standing_stack: Stack, tmp_path: Path) -> None:
-    prefect = PrefectApi(standing_stack.services.api)
-    config = small_run("reset", tmp_path, train={"iterations": 30})
-    run = prefect.create_run(DEPLOYMENTS["train"], config.model_dump(mode="json"))
-    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
+    prefect = prefect_server.PrefectApi(standing_stack.services.api)
+    config = bench.stacks.cluster.small_run("reset", tmp_path, train={"iterations": 30})
+    run = prefect.create_run(prefect_server.DEPLOYMENTS["train"], config.model_dump(mode="json"))
+    bench.waits.wait_until(
+        lambda: bench.stacks.cluster.is_committed(config, 0, "publish"), "an iteration", every_s=0.1
+    )
     while left := standing_stack.processes():
         for process in left:
             with suppress(psutil.NoSuchProcess):
@@ -153,10 +157,15 @@ def test_a_run_goes_on_when_the_machine_of_its_stack_was_reset(standing_stack: S
     assert "Runner failed to retrieve flow" not in log
 
 
-def short_faults(rng: random.Random) -> list[Fault]:
-    faults: list[Fault] = [
-        *(Kill("dataplane"), KillProcess("r0"), KillProcess("t0"), Kill("flow")),
-        Stop(("dataplane",), 2.0),
+def short_faults(rng: random.Random) -> list[bench.chaos.faults.Fault]:
+    faults: list[bench.chaos.faults.Fault] = [
+        *(
+            bench.chaos.faults.Kill("dataplane"),
+            bench.chaos.faults.KillProcess("r0"),
+            bench.chaos.faults.KillProcess("t0"),
+            bench.chaos.faults.Kill("flow"),
+        ),
+        bench.chaos.faults.Stop(("dataplane",), 2.0),
     ]
     rng.shuffle(faults)
     return faults
@@ -166,7 +175,9 @@ def short_faults(rng: random.Random) -> list[Fault]:
 def test_a_run_loses_nothing_to_what_befalls_the_stack(standing_stack: Stack, tmp_path: Path) -> None:
     rng = random.Random(0)
     faults = short_faults(rng)
-    done = run_through(runs(standing_stack, str(tmp_path), iterations=8), faults, rng)
+    done = bench.chaos.runner.run_through(
+        bench.chaos.training.runs(standing_stack, str(tmp_path), iterations=8), faults, rng
+    )
     assert [(injection.fault, injection.lost) for injection in done] == [(fault, []) for fault in faults]
 
 
@@ -175,17 +186,19 @@ def test_without_overlap_the_weights_are_those_of_an_undisturbed_run(
     standing_stack: Stack, tmp_path: Path
 ) -> None:
     rng = random.Random(0)
-    trainings = runs(standing_stack, str(tmp_path), iterations=8, overlap=False)
-    undisturbed = run_undisturbed(next(trainings))
-    run_through(trainings, short_faults(rng), rng, undisturbed=undisturbed)
+    trainings = bench.chaos.training.runs(standing_stack, str(tmp_path), iterations=8, overlap=False)
+    undisturbed = bench.chaos.runner.run_undisturbed(next(trainings))
+    bench.chaos.runner.run_through(trainings, short_faults(rng), rng, undisturbed=undisturbed)
 
 
 @pytest.mark.nightly
 def test_a_run_whose_scheduler_died_goes_on_with_one_more_command(
     standing_stack: Stack, tmp_path: Path
 ) -> None:
-    run = next(runs(standing_stack, str(tmp_path), iterations=6))
-    [injection] = run_through(iter([run]), [Kill("dask-scheduler")], random.Random(0))
+    run = next(bench.chaos.training.runs(standing_stack, str(tmp_path), iterations=6))
+    [injection] = bench.chaos.runner.run_through(
+        iter([run]), [bench.chaos.faults.Kill("dask-scheduler")], random.Random(0)
+    )
     assert (run.starts, injection.lost) == (2, [])
 
 

@@ -18,10 +18,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from sf_core.scheduling.timeline import read_spans
 from storage.run_directory import RunDirectory
-from tests.bench.runs import commit, configure
-from tests.e2e.conftest import SMALL_RUN, Cluster
-from tests.e2e.quickstart import ROOT, sf
-from tests.patience import wait_until
+from tests import bench
+from tests.bench import runs
+from tests.bench.stacks.quickstart import sf
 
 SWEEP = ("sweep", "small.yaml", "--seeds", "2", "--set", "train.learning_rate=1e-3,fast,1e-2")
 RUNS = [f"small-lr-lr{rate}-seed{seed}" for seed in range(2) for rate in ("1e-3", "1e-2")]
@@ -29,7 +28,7 @@ RUNS = [f"small-lr-lr{rate}-seed{seed}" for seed in range(2) for rate in ("1e-3"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    small = SMALL_RUN | {"train": {"iterations": 1}}
+    small = bench.stacks.cluster.SMALL_RUN | {"train": {"iterations": 1}}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(small), encoding="utf-8")
     return tmp_path
 
@@ -42,7 +41,9 @@ def attempts(folder: Path, name: str) -> int:
     return len(list(folder.glob(f"runs/{name}/attempts/*")))
 
 
-def in_prefect(cluster: Cluster, sweep: str) -> tuple[list[FlowRun], list[FlowRun], list[Artifact]]:
+def in_prefect(
+    cluster: bench.stacks.cluster.Cluster, sweep: str
+) -> tuple[list[FlowRun], list[FlowRun], list[Artifact]]:
     """The flow runs of the sweep, newest first, and the children and artifacts of the newest."""
     with (
         temporary_settings({PREFECT_API_URL: cluster.services.api}),
@@ -60,17 +61,21 @@ def in_prefect(cluster: Cluster, sweep: str) -> tuple[list[FlowRun], list[FlowRu
         return flows, children, found
 
 
-def test_a_sweep_goes_on_after_a_kill_and_after_a_run_that_failed(cluster: Cluster, folder: Path) -> None:
+def test_a_sweep_goes_on_after_a_kill_and_after_a_run_that_failed(
+    cluster: bench.stacks.cluster.Cluster, folder: Path
+) -> None:
     # a run of another sweep has the name of the last run of this one
     taken = run_in(folder, RUNS[-1])
-    configure(taken, seed=99)
-    commit(taken, 0, "rollout")
+    runs.configure(taken, seed=99)
+    runs.commit(taken, 0, "rollout")
 
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | cluster.services.addresses
+    env = os.environ | {"PYTHONPATH": str(bench.ROOT), "COLUMNS": "200"} | cluster.services.addresses
     command = [sys.executable, "-m", "sf_core", *SWEEP]
     with open(folder / "said", "wb") as said:
         process = subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said)
-    wait_until(lambda: attempts(folder, RUNS[1]) or process.poll() is not None, "the second run", every_s=0.1)
+    bench.waits.wait_until(
+        lambda: attempts(folder, RUNS[1]) or process.poll() is not None, "the second run", every_s=0.1
+    )
     assert process.poll() is None, (folder / "said").read_text(encoding="utf-8")
     process.kill()
     process.wait()

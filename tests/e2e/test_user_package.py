@@ -9,10 +9,9 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.e2e.conftest import ROOT, Cluster
-from tests.e2e.invariants import check_result, manifests
+from tests import bench
+from tests.bench.stacks.cluster import Cluster
 from tests.e2e.secrets import leaks
-from tests.patience import patience
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -45,7 +44,7 @@ def make_llama(folder: Path) -> None:
 def test_the_documented_agent_trains_a_users_own_model_in_a_run_with_a_key(cluster: Cluster) -> None:
     code = re.search(
         r"```python\n(.*?)```",
-        (ROOT / "docs/guides/agents/environments.md").read_text(encoding="utf-8"),
+        (bench.ROOT / "docs/guides/agents/environments.md").read_text(encoding="utf-8"),
         re.S,
     )
     assert code is not None
@@ -60,14 +59,14 @@ def test_the_documented_agent_trains_a_users_own_model_in_a_run_with_a_key(clust
     )
     key = {"SF_RUN_KEY": "key-of-this-run-alone"}
     cluster.finish(config, cluster.start(config, **key))
-    check_result(config)
+    bench.stacks.invariants.check_result(config)
     assert leaks(cluster.folder, key) == []
-    assert manifests(config)[1, "publish"]["data"]["version"] == 2
+    assert bench.stacks.invariants.manifests(config)[1, "publish"]["data"]["version"] == 2
     LlamaForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 
 
 def test_the_readmes_held_out_tasks_are_not_trained_on() -> None:
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    code = re.search(r"```python\n(.*?)```", (bench.ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert code is not None
     speller: dict[str, Any] = {}
     exec(compile(code[1], "README.md", "exec"), speller)
@@ -85,21 +84,21 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_own_error(cluster: Clu
     config = cluster.config(
         "broken-agent",
         environment={
-            "tasks": "tests.e2e.echo_package:tasks",
+            "tasks": "tests.bench.stacks.echo_package:tasks",
             "agent": "broken_agent:agent",
-            "reward": "tests.e2e.echo_package:reward",
+            "reward": "tests.bench.stacks.echo_package:reward",
         },
         evaluate={"every": 1000, "num_tasks": 200},
     )
-    assert cluster.start(config).wait(patience()) != 0
+    assert cluster.start(config).wait(bench.waits.patience()) != 0
     assert "every session fails" in cluster.log(config)
     assert "RuntimeError: no such tool: hammer" in cluster.log(config)
 
 
 def test_a_run_ends_with_the_reason_for_which_nobody_can_run_its_agent(cluster: Cluster) -> None:
-    package = "tests.e2e.echo_package"
+    package = "tests.bench.stacks.echo_package"
     config = cluster.config("nobodys-agent", environment={"agent": f"{package}:nobody"})
-    assert cluster.start(config).wait(patience()) != 0
+    assert cluster.start(config).wait(bench.waits.patience()) != 0
     reason = f"ValueError: {package}:nobody: module {package} has no nobody"
     assert reason in cluster.log(config).splitlines()
     assert "no worker is left for `agent`, so the run ends" in cluster.log(config)

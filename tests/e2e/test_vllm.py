@@ -11,12 +11,8 @@ import psutil
 import pytest
 
 from sf_core.surroundings import vllm_python
-from tests.chaos.faults import Fault, Kill, KillProcess, KillVllm, vllm_processes
-from tests.chaos.runner import run_through
-from tests.chaos.training import RECOVERY_S, Training, runs
-from tests.e2e.invariants import manifests
-from tests.e2e.standing import Stack
-from tests.patience import wait_until
+from tests.bench import chaos, stacks
+from tests.bench.waits import wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -40,50 +36,54 @@ cluster:
 class Seeing:
     """Notes all processes of a worker's vLLM that there are before and after a fault."""
 
-    def __init__(self, fault: Fault, worker: str, seen: set[psutil.Process]) -> None:
+    def __init__(self, fault: chaos.faults.Fault, worker: str, seen: set[psutil.Process]) -> None:
         self.name = fault.name
         self._fault = fault
         self._worker = worker
         self._seen = seen
 
-    def inject(self, run: Training, rng: random.Random) -> None:
-        self._seen.update(vllm_processes(run, self._worker))
+    def inject(self, run: chaos.training.Training, rng: random.Random) -> None:
+        self._seen.update(chaos.faults.vllm_processes(run, self._worker))
         self._fault.inject(run, rng)
-        self._seen.update(vllm_processes(run, self._worker))
+        self._seen.update(chaos.faults.vllm_processes(run, self._worker))
 
 
 @dataclass(frozen=True)
 class WhileTraining:
     """A fault that befalls a run in a train step."""
 
-    fault: Fault
+    fault: chaos.faults.Fault
 
     @property
     def name(self) -> str:
         return f"{self.fault.name} while it trains"
 
-    def inject(self, run: Training, rng: random.Random) -> None:
+    def inject(self, run: chaos.training.Training, rng: random.Random) -> None:
         def trains() -> bool:
             run.go_on()
-            done = manifests(run.config)
+            done = stacks.invariants.manifests(run.config)
             return run.has_ended or any((k, "train") not in done for k, stage in done if stage == "filter")
 
-        wait_until(trains, "a train step", quiet_s=RECOVERY_S, every_s=0.02)
+        wait_until(trains, "a train step", quiet_s=chaos.training.RECOVERY_S, every_s=0.02)
         self.fault.inject(run, rng)
 
 
-def survive(stack: Stack, pipeline: str, worker: str, faults: list[Fault], *options: str) -> None:
+def survive(
+    stack: stacks.standing.Stack, pipeline: str, worker: str, faults: list[chaos.faults.Fault], *options: str
+) -> None:
     vllm_python()
     rng = random.Random(0)
     seen = set[psutil.Process]()
     rng.shuffle(faults)
-    watched: list[Fault] = [Seeing(fault, worker, seen) for fault in faults]
+    watched: list[chaos.faults.Fault] = [Seeing(fault, worker, seen) for fault in faults]
     try:
         started = stack.up(*options)
         assert started.returncode == 0, started.stdout + started.stderr
         settings: dict[str, Any] = {"iterations": 2 * len(faults) + 2, "overlap": pipeline == "async"}
         root = str(stack.folder / "runs")
-        done = run_through(runs(stack, root, pipeline=pipeline, **settings, **ON_VLLM), watched, rng)
+        done = chaos.runner.run_through(
+            chaos.training.runs(stack, root, pipeline=pipeline, **settings, **ON_VLLM), watched, rng
+        )
     finally:
         stack.sf("down")
     assert [(injection.fault.name, injection.lost) for injection in done] == [(f.name, []) for f in faults]
@@ -92,16 +92,16 @@ def survive(stack: Stack, pipeline: str, worker: str, faults: list[Fault], *opti
 
 
 def test_a_run_on_vllm_loses_nothing_to_what_befalls_its_server(tmp_path: Path) -> None:
-    faults: list[Fault] = [
-        KillVllm("r0", "api_server"),
-        KillVllm("r0", "api_server", again_after_s=6.0),
-        KillVllm("r0", "VLLM::Worker"),
-        KillVllm("r0", "keeper"),
-        KillProcess("r0"),
-        Kill("worker-r0"),
+    faults: list[chaos.faults.Fault] = [
+        chaos.faults.KillVllm("r0", "api_server"),
+        chaos.faults.KillVllm("r0", "api_server", again_after_s=6.0),
+        chaos.faults.KillVllm("r0", "VLLM::Worker"),
+        chaos.faults.KillVllm("r0", "keeper"),
+        chaos.faults.KillProcess("r0"),
+        chaos.faults.Kill("worker-r0"),
     ]
     # the trainer is not lent: another server would be started for it
-    survive(Stack(tmp_path), "async", "r0", faults)
+    survive(stacks.standing.Stack(tmp_path), "async", "r0", faults)
 
 
 def test_a_run_loses_nothing_to_what_befalls_a_server_that_rests_while_its_worker_trains(
@@ -109,10 +109,10 @@ def test_a_run_loses_nothing_to_what_befalls_a_server_that_rests_while_its_worke
 ) -> None:
     alone = tmp_path / "alone.yaml"
     alone.write_text(ALONE, encoding="utf-8")
-    faults: list[Fault] = [
-        WhileTraining(KillVllm("t0", "api_server")),
-        WhileTraining(KillVllm("t0", "VLLM::Worker")),
-        WhileTraining(KillProcess("t0")),
-        KillVllm("t0", "api_server"),
+    faults: list[chaos.faults.Fault] = [
+        WhileTraining(chaos.faults.KillVllm("t0", "api_server")),
+        WhileTraining(chaos.faults.KillVllm("t0", "VLLM::Worker")),
+        WhileTraining(chaos.faults.KillProcess("t0")),
+        chaos.faults.KillVllm("t0", "api_server"),
     ]
-    survive(Stack(tmp_path), "colocated", "t0", faults, str(alone))
+    survive(stacks.standing.Stack(tmp_path), "colocated", "t0", faults, str(alone))

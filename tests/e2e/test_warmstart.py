@@ -13,8 +13,8 @@ from sf_core.models.builtin import make_policy
 from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
-from tests.e2e.conftest import Cluster
-from tests.patience import wait_until
+from tests.bench.stacks.cluster import Cluster
+from tests.bench.waits import wait_until
 
 
 # kills are in test_resume.py, warm starts in tests/sf_core/stages/test_warmstart.py

@@ -18,10 +18,8 @@ import pytest
 from sf_core.cli.stack.local import Ports
 from sf_core.import_path import NAMES
 from sf_core.stages.settling.stored_config import read_stored_config
-from tests.e2e.invariants import check_result
-from tests.e2e.prefect_home import make_prefect_home
-from tests.e2e.prefect_server import PrefectApi
-from tests.e2e.quickstart import ROOT, options
+from tests.bench import ROOT, stacks
+from tests.bench.stacks.invariants import check_result
 
 NAME = f"seamlessflow-{version('seamlessflow')}-py3-none-any.whl"
 NEED_A_CLONE = {"emulated", "repair"}
@@ -55,7 +53,7 @@ class Installed:
             assert Path(file).is_relative_to(self.environment)
         short = {"train__iterations": 2, "policy__warmstart": "null", "evaluate__num_tasks": 8}
         smaller = {"rollout__groups_per_batch": 4, "rollout__group_size": 4}
-        self.call("sf", "train", "quickstart", *options(run_id="named", **short, **smaller))
+        self.call("sf", "train", "quickstart", *stacks.quickstart.options(run_id="named", **short, **smaller))
         config = read_stored_config(str(self.folder / "runs" / "named"))
         assert config.train.iterations == 2
         check_result(config)
@@ -87,7 +85,7 @@ def build_wheel(folder: Path, *given: str) -> Path:
 def make_installed(folder: Path, *given: str) -> Installed:
     """A new environment without the wheel, and an empty folder."""
     call([sys.executable, "-m", "venv", *given, str(folder / "environment")])
-    make_prefect_home(folder / "prefect")
+    stacks.prefect_home.make_prefect_home(folder / "prefect")
     (folder / "empty").mkdir()
     return Installed(folder / "environment", folder / "empty")
 
@@ -149,6 +147,6 @@ def test_it_is_installed_and_trained_as_the_page_says(tmp_path_factory: pytest.T
     chosen = (f"--{name}-port={getattr(ports, name)}" for name in ("prefect", "scheduler", "dataplane"))
     installed.call("sf", "up", "quickstart", *chosen)
     try:
-        PrefectApi(ports.services.api).check_deployments()
+        stacks.prefect_server.PrefectApi(ports.services.api).check_deployments()
     finally:
         installed.call("sf", "down")

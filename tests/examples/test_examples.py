@@ -22,7 +22,7 @@ import yaml
 from examples.own_loss.my_loss import soft
 from seamlessflow import Run, open_run
 from tests.bench.learning import check_learning
-from tests.patience import patience
+from tests.bench.waits import patience
 
 ROOT = Path(__file__).parents[2]
 VENVS = ROOT / ".venvs"

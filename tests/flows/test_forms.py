@@ -23,7 +23,7 @@ from sf_core.config.reference.form import unfold
 from sf_core.config.yaml_file import load_config
 from sf_core.sweeps.request import SweepRequest
 from tasks.deployed import TrainForm
-from tests.e2e.quickstart import ROOT
+from tests.bench import ROOT
 
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 

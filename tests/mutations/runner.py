@@ -29,9 +29,9 @@ from typing import Any, Literal, NoReturn
 import pytest
 from hypothesis import Phase, settings
 
+from tests.bench.properties import examples
 from tests.mutations.modules import Modules, find_in
 from tests.mutations.patterns import PatternError, read_pattern, replace
-from tests.properties import examples
 
 COPIED = ("configs", "flows", "seamlessflow", "sf_core", "storage", "tasks", "tests", "pyproject.toml")
 
@@ -258,7 +258,7 @@ def _be_the_fork(copy: Path, tests: tuple[str, ...]) -> NoReturn:
         importlib.invalidate_caches()
         for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
             del sys.modules[name]
-        # the examples of `make test` (tests/properties.py), of which the first that fails is enough
+        # the examples of `make test` (tests/bench/properties.py), of which the first that fails is enough
         phases = [Phase.explicit, Phase.generate]
         settings.register_profile(
             "first", deadline=None, derandomize=True, max_examples=examples(100), phases=phases

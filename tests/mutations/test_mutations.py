@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations import runner
 from tests.mutations.modules import Modules
-from tests.mutations.runner import Mutation, Runner, TableError, read_table
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("table.toml")
@@ -34,7 +34,7 @@ def test_double():
 
 def test_every_mutation_is_an_edit_of_the_sources_as_they_are() -> None:
     modules = Modules(ROOT)
-    for mutation in read_table(TABLE):
+    for mutation in runner.read_table(TABLE):
         mutation.applied(modules)
         files = [test.removeprefix("--deselect=").partition("::")[0] for test in mutation.tests]
         assert all((ROOT / file).exists() for file in files), mutation
@@ -42,8 +42,8 @@ def test_every_mutation_is_an_edit_of_the_sources_as_they_are() -> None:
 
 def mutation(
     old: str, new: str, tests: tuple[str, ...] = ("tests/test_numbers.py",), function: str = "double"
-) -> Mutation:
-    return Mutation(function, "wrong", old, new, tests)
+) -> runner.Mutation:
+    return runner.Mutation(function, "wrong", old, new, tests)
 
 
 @pytest.fixture
@@ -62,14 +62,18 @@ def sources(tmp_path: Path) -> Path:
     return root
 
 
-def judge(root: Path, mutations: list[Mutation], deadline_s: float = 100.0) -> list[tuple[Mutation, str]]:
+def judge(
+    root: Path, mutations: list[runner.Mutation], deadline_s: float = 100.0
+) -> list[tuple[runner.Mutation, str]]:
     """Judge in a runner's own process, because this one may have threads, which no fork survives."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_judge, root, mutations, deadline_s).result()
 
 
-def _judge(root: Path, mutations: list[Mutation], deadline_s: float) -> list[tuple[Mutation, str]]:
-    forks = Runner(root, root.parent / "copies", num_workers=2, deadline_s=deadline_s)
+def _judge(
+    root: Path, mutations: list[runner.Mutation], deadline_s: float
+) -> list[tuple[runner.Mutation, str]]:
+    forks = runner.Runner(root, root.parent / "copies", num_workers=2, deadline_s=deadline_s)
     if deadline_s > 1:
         forks.check(mutations)
     return [(mutation, result.verdict) for mutation, result in forks.run(mutations)]
@@ -105,7 +109,7 @@ REFUSED = {
 @pytest.mark.parametrize("fault", REFUSED)
 def test_what_is_no_edit_of_the_sources_is_refused(sources: Path, fault: str) -> None:
     wrong = REFUSED[fault]
-    with pytest.raises(TableError) as refused:
+    with pytest.raises(runner.TableError) as refused:
         wrong.applied(Modules(sources))
     sentence = f"{wrong.function}: wrong: {fault}; mend this entry of tests/mutations/table.toml"
     assert str(refused.value) == sentence
@@ -122,11 +126,13 @@ def test_a_mutation_is_found_after_renamings_and_a_move(sources: Path) -> None:
 
 
 def test_tests_that_are_not_there_judge_nothing(sources: Path) -> None:
-    with pytest.raises(TableError, match=r"tests/gone\.py: BROKEN as it is"):
+    with pytest.raises(runner.TableError, match=r"tests/gone\.py: BROKEN as it is"):
         judge(sources, [mutation("$number * 2", "1", tests=("tests/gone.py",))])
 
 
 def test_tests_that_fail_without_any_mutation_judge_nothing(sources: Path) -> None:
     (sources / "tests/test_numbers.py").write_text(TESTS.replace("== 4", "== 5"), encoding="utf-8")
-    with pytest.raises(TableError, match=r"tests/test_numbers\.py: caught as it is:\n[^$]*assert 4 == 5"):
+    with pytest.raises(
+        runner.TableError, match=r"tests/test_numbers\.py: caught as it is:\n[^$]*assert 4 == 5"
+    ):
         judge(sources, [mutation("$number * 2", "$number * 3")])

@@ -4,15 +4,17 @@ import ast
 
 import pytest
 
-from tests.mutations.patterns import PatternError, find, read_pattern, replace
+from tests.mutations import patterns
 
 
 def edited(source: str, old: str, new: str) -> list[str]:
     """The source with each edit that the pattern allows."""
     results = []
-    for nth in range(len(find(read_pattern(old), ast.parse(source).body, 0))):
+    for nth in range(len(patterns.find(patterns.read_pattern(old), ast.parse(source).body, 0))):
         tree = ast.parse(source)
-        replace(find(read_pattern(old), tree.body, 0)[nth], read_pattern(new), tree)
+        patterns.replace(
+            patterns.find(patterns.read_pattern(old), tree.body, 0)[nth], patterns.read_pattern(new), tree
+        )
         results.append(ast.unparse(tree))
     return results
 
@@ -92,5 +94,5 @@ def test_the_names_of_a_function_are_not_its_own() -> None:
 
 
 def test_what_is_no_python_is_refused() -> None:
-    with pytest.raises(PatternError, match=r"^'\$a \+' is no Python: invalid syntax$"):
-        read_pattern("$a +")
+    with pytest.raises(patterns.PatternError, match=r"^'\$a \+' is no Python: invalid syntax$"):
+        patterns.read_pattern("$a +")

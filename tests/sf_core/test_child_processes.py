@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from sf_core.child_processes import remove, start_kept
-from tests.patience import patience, wait_until
+from tests.bench.waits import patience, wait_until
 
 
 @contextmanager

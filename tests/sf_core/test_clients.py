@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from sf_core.types import Endpoint
-from tests.patience import patience
-from tests.properties import examples
+from tests.bench.properties import examples
+from tests.bench.waits import patience
 
 MANY = 1100
 """More than the 1,000 connections that the SDK allows a client by itself."""

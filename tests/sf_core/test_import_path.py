@@ -13,7 +13,7 @@ import pytest
 from sf_core.import_path import NAMES, ROOT, module_environment, user_folders
 from sf_core.settings import load_object
 from tests.bench.namesakes import make_namesakes
-from tests.patience import patience
+from tests.bench.waits import patience
 
 SF = str(Path(sys.executable).with_name("sf"))
 

@@ -13,7 +13,7 @@ import pytest
 
 from sf_core.import_path import ROOT
 from tests.bench.commands import without_time
-from tests.patience import patience
+from tests.bench.waits import patience
 
 TEXT = "naïve Größe 数学 Ærø"
 TEMPLATE = """{%- for message in messages -%}

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from sf_core.surroundings import reach_directly
-from tests.bench.proxies import VARIABLES, SilentProxy
+from tests.bench import proxies
 from tests.bench.refusals import check_sentence
-from tests.patience import patience
+from tests.bench.waits import patience
 
 SF = str(Path(sys.executable).with_name("sf"))
 
@@ -51,7 +51,7 @@ def test_a_folder_that_is_gone_is_no_place_for_a_command(tmp_path: Path) -> None
     check_refused(call(tmp_path, "sh", "-c", script), "the current folder does not exist any more")
 
 
-def test_what_is_elsewhere_is_still_asked_through_the_proxy(proxy: SilentProxy) -> None:
+def test_what_is_elsewhere_is_still_asked_through_the_proxy(proxy: proxies.SilentProxy) -> None:
     os.environ["no_proxy"] = "example.org, 127.0.0.1"
     reach_directly("http://plane.internal:8700/x", None)
     assert os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost,::1,plane.internal"
@@ -64,8 +64,8 @@ def test_what_is_elsewhere_is_still_asked_through_the_proxy(proxy: SilentProxy) 
     assert proxy.was_asked()
 
 
-def test_where_no_proxy_is_named_nothing_is_excepted(proxy: SilentProxy) -> None:
-    for name in VARIABLES:
+def test_where_no_proxy_is_named_nothing_is_excepted(proxy: proxies.SilentProxy) -> None:
+    for name in proxies.VARIABLES:
         del os.environ[name]
     reach_directly("http://plane.internal:8700")
     assert os.environ["NO_PROXY"] == ""

@@ -6,7 +6,7 @@ import pytest
 
 from sf_core import waits
 from sf_core.waits import Wait, collect_waits, long_waits, waiting_for
-from tests.patience import patience
+from tests.bench.waits import patience
 
 
 def test_a_long_wait_says_what_it_waits_for_and_says_it_again(

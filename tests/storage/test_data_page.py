@@ -19,7 +19,7 @@ from storage.tables.parquet import SCHEMA_VERSION
 from storage.tables.schema import SCHEMA, SEEING_SCHEMA, TURN
 from storage.tables.scores import SCHEMA as SCORES
 from storage.tables.trajectories import read_trajectories, write_trajectories
-from tests.bench.runs import configure, conversation, group_row, sample
+from tests.bench import runs
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
@@ -101,11 +101,11 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a run of twelve iterations whose data alone is real."""
     folder = tmp_path_factory.mktemp("page")
     run = RunDirectory(str(folder / "runs" / "quickstart"))
-    configure(run)
+    runs.configure(run)
     messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     for iteration in range(12):
-        rows = [conversation(messages, session_id=f"s{iteration}")]
-        sample(run, iteration, rows)
+        rows = [runs.conversation(messages, session_id=f"s{iteration}")]
+        runs.sample(run, iteration, rows)
         write_trajectories(run, iteration, rows, "evaluation-1", "evaluations")
         write_metrics(run, "train", iteration, [dict.fromkeys(METRICS, 1.0)])
         [table] = [read_trajectories(run.partition("trajectories", iteration) + "/rollout-1.parquet")]
@@ -136,11 +136,11 @@ def test_queries_of_outcomes_count_groups_and_what_was_taken_again(
 ) -> None:
     run = RunDirectory(str(tmp_path / "runs" / "choosing"))
     rows = [
-        [group_row(0, [1, 1], task_index=5), group_row(1, [1, 0], task_index=6)],
+        [runs.group_row(0, [1, 1], task_index=5), runs.group_row(1, [1, 0], task_index=6)],
         [
-            group_row(2, [1, 1], task_index=5),
-            group_row(3, [], task_index=6, verdict="timeout"),
-            group_row(4, [0, 0], task_index=5, verdict="not_mixed"),
+            runs.group_row(2, [1, 1], task_index=5),
+            runs.group_row(3, [], task_index=6, verdict="timeout"),
+            runs.group_row(4, [0, 0], task_index=5, verdict="not_mixed"),
         ],
     ]
     for iteration, left in enumerate(rows):

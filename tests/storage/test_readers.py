@@ -28,11 +28,9 @@ from storage.tables.judgements import Judgement, write_judgements
 from storage.tables.metrics import write_metrics
 from storage.tables.parquet import READ_VERSIONS, SCHEMA_VERSION
 from storage.unfinished import list_unfinished
-from tests.bench.ages import age
+from tests import bench
+from tests.bench import tables
 from tests.bench.commands import sf
-from tests.bench.runs import configure
-from tests.bench.tables import NUM_ROWS, TABLES, write_tables
-from tests.storage.golden import DATA, ITERATION
 
 Read = Callable[[str], list[dict[str, Any]]]
 """Rows of a folder."""
@@ -51,7 +49,7 @@ CODE = dict(
 @pytest.fixture(scope="module")
 def every_table(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     run = RunDirectory(str(tmp_path_factory.mktemp("tables") / "run-1"))
-    write_tables(run)
+    tables.write_tables(run)
     return run
 
 
@@ -100,10 +98,10 @@ def read(request: pytest.FixtureRequest) -> Read:
     return chosen
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", tables.TABLES)
 def test_every_reader_opens_every_table(every_table: RunDirectory, read: Read, table: str) -> None:
     rows = read(every_table.path(table))
-    assert len(rows) == NUM_ROWS
+    assert len(rows) == tables.NUM_ROWS
     files = sorted(Path(every_table.path(table)).rglob("*.parquet"))
     assert {*pq.read_schema(files[0]).names} <= {*rows[0]}
     if "reward_parts" in rows[0]:
@@ -149,33 +147,35 @@ write(TABLES)
 def killed_writer(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Every table, with what is left of a writer that was killed."""
     run = RunDirectory(str(tmp_path_factory.mktemp("killed") / "run-1"))
-    write_tables(run)
+    tables.write_tables(run)
     command = [sys.executable, "-c", WRITER, run.uri]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
-        age(run.uri)
+        bench.ages.age(run.uri)
         assert list_unfinished(run.uri) == [], "the writer is alive"
         assert all(file.stat().st_size > 2**14 for file in Path(run.uri).rglob("*.tmp"))
         writer.kill()
-    assert writer.returncode == -signal.SIGKILL and len(list_unfinished(run.uri)) == len(TABLES)
+    assert writer.returncode == -signal.SIGKILL and len(list_unfinished(run.uri)) == len(tables.TABLES)
     return run
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", tables.TABLES)
 def test_every_reader_opens_a_table_whose_writer_was_killed(
     killed_writer: RunDirectory, read: Read, table: str
 ) -> None:
-    assert len(read(killed_writer.path(table))) == NUM_ROWS
+    assert len(read(killed_writer.path(table))) == tables.NUM_ROWS
 
 
 @pytest.fixture(scope="module")
 def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run that has files of each schema version."""
     run = RunDirectory(str(tmp_path_factory.mktemp("mixed") / "run-1"))
-    configure(run)
+    bench.runs.configure(run)
     for version in READ_VERSIONS:
         for kind in ("trajectories", "batches"):
-            source = RunDirectory(str(DATA / f"v{version}")).partition(kind, ITERATION)
+            source = RunDirectory(str(bench.golden.DATA / f"v{version}")).partition(
+                kind, bench.golden.ITERATION
+            )
             shutil.copytree(source, run.partition(kind, version))
     asked = [("s", Judgement(judge="fair", verdict="1", discarded=["length"]))]
     for iteration, folder in enumerate(("judgements", "judgements/evaluations")):
@@ -233,7 +233,7 @@ def test_the_code_of_the_page_runs(
     if "Spark" in heading:
         pytest.importorskip("pyspark.sql", reason=NO_SPARK)
     run = RunDirectory(str(tmp_path / "runs" / "quickstart"))
-    write_tables(run)
+    tables.write_tables(run)
     for iteration in (2, 10):
         write_metrics(run, "train", iteration, [{"loss": 1.0, f"of_{iteration}": 2.0}])
     monkeypatch.chdir(tmp_path)

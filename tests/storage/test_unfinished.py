@@ -23,10 +23,9 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tables.parquet import write_tables
 from storage.unfinished import OLD_S, list_unfinished, list_uploads
+from tests import bench
 from tests.bench.ages import age
 from tests.bench.commands import sf
-from tests.bench.runs import configure
-from tests.patience import wait_until
 
 MIB = 2**20
 
@@ -108,7 +107,7 @@ def test_an_upload_whose_process_was_killed_is_found_and_aborted(s3_bucket: str)
                 [sys.executable, "-c", UPLOADER, target], env={**os.environ, "AWS_ENDPOINT_URL": url}
             )
             folder = target.rpartition("/weights/")[0]
-            wait_until(
+            bench.waits.wait_until(
                 lambda folder=folder: [one.bytes for one in list_uploads(folder)] == [10 * MIB],
                 "the last part",
             )
@@ -119,7 +118,7 @@ def test_an_upload_whose_process_was_killed_is_found_and_aborted(s3_bucket: str)
     # moto says of every upload that it began in 2010
     assert OLD_S == 24 * 3600 and list_uploads(run.uri, older_than_s=100 * 365 * OLD_S) == []
 
-    configure(run)
+    bench.runs.configure(run)
     item = {
         "run": "run-1",
         "kind": "upload",

@@ -12,7 +12,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from tests.e2e.prefect_home import make_prefect_home
+from tests.bench.stacks.prefect_home import make_prefect_home
 
 
 @pytest.fixture

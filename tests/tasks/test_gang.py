@@ -18,10 +18,9 @@ from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaggedTaskRunner, TaskFuture
 from tasks.gang import Gang
+from tests import bench
 from tests.bench.dataplane.planes import ServedPlane
-from tests.bench.runs import commit, configure
-from tests.patience import wait_until
-from tests.tasks.test_lease import completed, failed, queued
+from tests.tasks import states
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def flow_client() -> Iterator[Client]:
 @pytest.fixture
 def run_ref(tmp_path: Path, served_plane: ServedPlane) -> RunRef:
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory)
+    bench.runs.configure(directory)
     served_plane.register()
     return RunRef("run", directory.uri, served_plane.url, attempt=1)
 
@@ -71,12 +70,12 @@ def test_training_takes_a_device_that_was_lent_again_since_the_iteration_began(
     served_plane.connect(lambda ids, seed: [1], loan.lease_id, engine_id=loan.holder, worker="t0")
 
     def begin() -> None:
-        wait_until(lambda: loan.lease_id in served_plane.reasons)
+        bench.waits.wait_until(lambda: loan.lease_id in served_plane.reasons)
         GangFiles(RunDirectory(run_ref.uri), 0, 1, 0).take_seat(0, once=True)
 
     rank = threading.Thread(target=begin)
     rank.start()
-    gang_of(queued(flow_client)).take_devices([("t0", "t0-0.1")])
+    gang_of(states.queued(flow_client)).take_devices([("t0", "t0-0.1")])
     rank.join()
     assert served_plane.reasons == {loan.lease_id: "revoked"}
     assert "did not free its device" not in caplog.text
@@ -85,8 +84,8 @@ def test_training_takes_a_device_that_was_lent_again_since_the_iteration_began(
 def test_whether_rank_0_has_returned_is_told_apart_from_the_commit(
     flow_client: Client, run_ref: RunRef, gang_of: Callable[[TaskFuture], Gang]
 ) -> None:
-    assert gang_of(completed(flow_client)).has_returned()
-    assert not gang_of(failed(flow_client, RuntimeError("the others were gone"))).has_returned()
+    assert gang_of(states.completed(flow_client)).has_returned()
+    assert not gang_of(states.failed(flow_client, RuntimeError("the others were gone"))).has_returned()
     assert Gang(run_ref, 0, ()).has_returned()
 
 
@@ -94,16 +93,16 @@ def test_a_rank_0_that_was_lost_with_its_worker_has_not_returned(
     flow_client: Client, gang_of: Callable[[TaskFuture], Gang], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.cluster.STATE_S", 0.05)
-    assert not gang_of(queued(flow_client)).has_returned()
+    assert not gang_of(states.queued(flow_client)).has_returned()
 
 
 def test_the_error_of_a_gang_that_has_failed_as_a_whole_is_raised_and_a_commit_counts_more(
     flow_client: Client, run_ref: RunRef, gang_of: Callable[[TaskFuture], Gang]
 ) -> None:
-    gang = gang_of(failed(flow_client, ValueError("the batch is empty")))
+    gang = gang_of(states.failed(flow_client, ValueError("the batch is empty")))
     with pytest.raises(ValueError, match="the batch is empty"):
         gang.has_committed()
-    commit(RunDirectory(run_ref.uri), 0, "train")
+    bench.runs.commit(RunDirectory(run_ref.uri), 0, "train")
     assert gang.has_committed()
 
 
@@ -113,6 +112,6 @@ def test_a_rank_that_dask_lost_is_tried_again_on_the_worker_that_is_there(
     gang_of: Callable[[TaskFuture], Gang],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gang = gang_of(failed(flow_client, NoValidWorkerError("train", set(), set(), {"@t0": 1}, 300.0)))
+    gang = gang_of(states.failed(flow_client, NoValidWorkerError("train", set(), set(), {"@t0": 1}, 300.0)))
     assert not gang.has_committed()
     assert "training of iteration 0: retry on t0" in caplog.messages

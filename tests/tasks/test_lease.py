@@ -4,7 +4,6 @@ tests/sf_core/scheduling/test_leases.py."""
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,6 @@ import httpx
 import pytest
 from distributed import Client
 from distributed.scheduler import KilledWorker, NoValidWorkerError
-from prefect.states import Completed, State, exception_to_failed_state
-from prefect.utilities.asyncutils import run_coro_as_sync
-from prefect_dask.task_runners import PrefectDaskFuture
 
 from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.plan import Plan, Worker
@@ -24,34 +20,15 @@ from sf_core.stages.run import RunRef
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaskFuture, end_of
 from tasks.lease import HELD_BY, Leases
+from tests import bench
 from tests.bench.dataplane.planes import ServedPlane
-from tests.bench.runs import configure
-from tests.patience import wait_until
+from tests.tasks import states
 
 
 @pytest.fixture(scope="module")
 def local_client() -> Iterator[Client]:
     with Client(processes=False, n_workers=1, dashboard_address=None, set_as_default=False) as client:
         yield client
-
-
-def failed(client: Client, error: BaseException) -> TaskFuture:
-    """Future of a task that raised this error."""
-    state: State[object] | None = run_coro_as_sync(exception_to_failed_state(error))
-    future = client.submit(lambda: state, pure=False)
-    future.result()
-    return PrefectDaskFuture(uuid.uuid4(), future)
-
-
-def completed(client: Client, data: Any = 7) -> TaskFuture:
-    state: State[Any] = Completed(data=data)
-    future = client.submit(lambda: state, pure=False)
-    wait_until(future.done, "its end")
-    return PrefectDaskFuture(uuid.uuid4(), future)
-
-
-def queued(client: Client) -> TaskFuture:
-    return PrefectDaskFuture(uuid.uuid4(), client.submit(int, pure=False, resources={"@nobody": 1}))
 
 
 class Cluster:
@@ -67,7 +44,7 @@ class Cluster:
     def submit(self, task: Any, run: RunRef, spec: Lease, *, worker: str) -> TaskFuture:
         assert task.name == {"agent": "agents", "rollout": "lease"}[spec.duty]
         self.submitted.append(spec.holder)
-        return self.ends.get(worker) or queued(self._client)
+        return self.ends.get(worker) or states.queued(self._client)
 
 
 @pytest.fixture
@@ -84,7 +61,7 @@ def cluster(local_client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 @pytest.fixture
 def leases(tmp_path: Path, served_plane: ServedPlane, cluster: Cluster) -> Leases:
     run = RunDirectory(str(tmp_path / "run"))
-    configure(run)
+    bench.runs.configure(run)
     plan = Plan(rollout=("r0",), trainers=(), lent=False, agent=("a0", "a1"))
     return Leases(RunRef("run", run.uri, served_plane.url, attempt=1), plan)
 
@@ -121,14 +98,14 @@ def test_the_name_of_a_lease_in_prefect_says_who_is_held_for_what_and_when(lease
     ],
 )
 def test_only_what_a_lease_cannot_help_is_a_loss(local_client: Client, error: Exception, how: str) -> None:
-    end = end_of(failed(local_client, error))
+    end = end_of(states.failed(local_client, error))
     assert end is not None
     assert (end.how, type(end.error), str(end.error)) == (how, type(error), str(error))
 
 
 def test_how_a_lease_ended_is_what_it_returned(local_client: Client) -> None:
-    assert end_of(queued(local_client)) is None
-    ends = [end_of(completed(local_client, data)) for data in ("revoked", "training comes first", 7)]
+    assert end_of(states.queued(local_client)) is None
+    ends = [end_of(states.completed(local_client, data)) for data in ("revoked", "training comes first", 7)]
     assert [end.how for end in ends if end] == ["revoked", "returned", "returned"]
 
 
@@ -145,7 +122,7 @@ def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
         return await answer(comm, **question)
 
     worker.handlers["get_data"] = answer_later
-    returned = completed(local_client)
+    returned = states.completed(local_client)
 
     def how() -> str | None:
         end = end_of(returned)
@@ -155,7 +132,7 @@ def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
     worker.handlers["get_data"] = answer
     assert local_client.loop is not None
     local_client.loop.add_callback(may_answer.set)
-    wait_until(lambda: how() == "returned", "its answer")
+    bench.waits.wait_until(lambda: how() == "returned", "its answer")
 
 
 def test_a_worker_that_joins_gets_a_lease_and_all_are_released_at_the_end(
@@ -165,7 +142,7 @@ def test_a_worker_that_joins_gets_a_lease_and_all_are_released_at_the_end(
     with leases:
         assert cluster.submitted == ["a0:a0-0.1", "a1:a1-1.1", "r0:r0-2.1"]
         cluster.workers["tcp://a2"] = Worker("a2", frozenset({"agent"}))
-        wait_until(lambda: cluster.submitted[3:] == ["a2:a2-3.1"], "a lease of a2")
+        bench.waits.wait_until(lambda: cluster.submitted[3:] == ["a2:a2-3.1"], "a lease of a2")
         served_plane.claim(1, runner="a0:a0-0.1")
     assert served_plane.get("/runs/run")["released"]
     assert "lease a0-0.1 was released but did not end" in caplog.messages
@@ -178,7 +155,7 @@ def test_a_lost_worker_is_named_in_the_log_with_the_place_where_the_run_continue
     with leases:
         cluster.workers["tcp://r0-restarted"] = cluster.workers.pop("tcp://r0")
         told = "worker r0 was lost and is back: its answers continue there"
-        wait_until(lambda: told in caplog.messages, "the sentence")
+        bench.waits.wait_until(lambda: told in caplog.messages, "the sentence")
 
 
 def test_a_run_whose_agents_all_fail_is_released_and_ends_with_their_error(
@@ -186,9 +163,9 @@ def test_a_run_whose_agents_all_fail_is_released_and_ends_with_their_error(
 ) -> None:
     served_plane.register()
     failure = ValueError("module my_agent has no agent")
-    cluster.ends = {"a0": failed(local_client, failure), "a1": failed(local_client, failure)}
+    cluster.ends = {"a0": states.failed(local_client, failure), "a1": states.failed(local_client, failure)}
     with pytest.raises(ValueError, match="module my_agent has no agent"), leases:
-        wait_until(lambda: served_plane.get("/runs/run")["released"], "the end of the run")
+        bench.waits.wait_until(lambda: served_plane.get("/runs/run")["released"], "the end of the run")
         raise RuntimeError("the run was released")
 
 
@@ -196,9 +173,9 @@ def test_a_lease_that_failed_while_others_did_its_work_is_an_error_at_the_end(
     leases: Leases, cluster: Cluster, served_plane: ServedPlane, local_client: Client
 ) -> None:
     served_plane.register()
-    cluster.ends = {"a0": failed(local_client, ValueError("only here"))}
+    cluster.ends = {"a0": states.failed(local_client, ValueError("only here"))}
     with pytest.raises(ValueError, match="only here"), leases:
-        wait_until(lambda: "a1:a1-1.1" in cluster.submitted, "another agent")
+        bench.waits.wait_until(lambda: "a1:a1-1.1" in cluster.submitted, "another agent")
     assert served_plane.get("/runs/run")["released"]
 
 

@@ -23,7 +23,7 @@ from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.gateway.dialects.testing import HI, DialectTests, Fields, Heard
 from tests.bench.dataplane import pictures
 from tests.bench.dataplane.planes import CALC
-from tests.patience import patience
+from tests.bench.waits import patience
 
 FUNCTION: dict[str, Any] = CALC["function"]
 WITH_USAGE = {"include_usage": True}

@@ -12,7 +12,7 @@ import httpx
 
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.patience import join, patience, wait_until
+from tests.bench.waits import join, patience, wait_until
 
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 END = {"status": "finished", "reward": 1.0}

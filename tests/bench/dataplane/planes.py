@@ -37,7 +37,7 @@ from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, GenerationRequest
 from tests.bench.dataplane.specs import SPEC, changed, make_tool
 from tests.bench.forks import Fork
-from tests.patience import join, patience, wait_until
+from tests.bench.waits import join, patience, wait_until
 
 
 class _Quick:

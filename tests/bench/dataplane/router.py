@@ -19,7 +19,7 @@ from sf_core.engines import wire
 from sf_core.engines.drivers.step_driver import StepDriver
 from sf_core.engines.protocol import StepEngine, StepFailedError
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
-from sf_core.types import GenerationRequest, Sampling, WeightsRef
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 
 LIMITS = Limits(max_waiting=1000, patience_s=1000.0, engine_silence_s=1000.0)
 
@@ -191,3 +191,7 @@ def check_tokens(generation: Generation) -> None:
         scripted_logprob(token, i, version)
         for i, (token, version) in enumerate(zip(token_ids, versions, strict=True))
     ]
+
+
+def chunk(ids: list[int], reason: FinishReason | None = None, version: int = 0) -> Chunk:
+    return Chunk("g", ids, [-1.0] * len(ids), version, reason)

@@ -7,7 +7,7 @@ import socket
 from http.client import HTTPResponse
 from urllib.parse import urlsplit
 
-from tests.patience import patience
+from tests.bench.waits import patience
 
 UPGRADES = {
     "h2c": "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAA\r\n",

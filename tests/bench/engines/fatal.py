@@ -17,7 +17,7 @@ from sf_core.engines.scripted import Script, ScriptedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, GenerationRequest
 from tests.bench.engines.self_running import SelfRunningEngine
-from tests.patience import join, patience
+from tests.bench.waits import join, patience
 
 FATAL = 77
 """Exit code of a process that such a token has ended."""

@@ -18,14 +18,14 @@ from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import Rendezvous
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
-from tests.patience import patience, wait_until
+from tests.bench.waits import patience, wait_until
 
 _SPAWN = multiprocessing.get_context("forkserver")
 # what ranks import, so that each does not, in CPU time; frozen last
 _SPAWN.set_forkserver_preload(
     [
         "tests.bench.training.gang",
-        "tests.sf_core.training.model_contract",
+        "tests.bench.training.model_contract",
         "sf_core.training.torch.torch_model",
         "sf_core.training.torch.trainer",
         "sf_core.training.megatron.backend",

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.simulation.idle import causes_of_engines
 from benchmarks.simulation.variants import VARIANTS, Devices, Tools, figures_of, simulate_variant
-from tests.benchmarks.simulation.test_simulator import LENGTHS, NOTHING, config
+from tests.benchmarks.simulation.small_fleets import LENGTHS, NOTHING, config
 
 TOOLS = Tools(turn=50, result=10, median_s=0.5, sigma=1.0)
 

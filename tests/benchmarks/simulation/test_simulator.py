@@ -16,7 +16,6 @@ from benchmarks.simulation.comparison import MeasuredLengths, comparison
 from benchmarks.simulation.device import Failures
 from benchmarks.simulation.fleet import Turn
 from benchmarks.simulation.outcome import Simulated
-from benchmarks.simulation.overheads import Overheads
 from benchmarks.simulation.variants import (
     VARIANTS,
     Devices,
@@ -26,30 +25,14 @@ from benchmarks.simulation.variants import (
     simulate_variant,
 )
 from sf_core.config import RunConfig
-from sf_core.config.validation import validate_config
 from sf_core.dataplane.routing import rebalancing
 from sf_core.scheduling.figures import by_worker, find_switches
 from storage.run_directory import RunDirectory
 from storage.tables.schema import NOT_SAMPLED
 from storage.tables.trajectories import write_trajectories
-from tests.properties import examples
-from tests.sf_core.reports.test_tables import GIVEN, commit, trajectory
-
-LENGTHS = Lognormal(prompt=100, median=150.0, sigma=1.0, longest=1000)
-FAST_WEIGHTS = {"write_bandwidth": 1e11, "verify_bandwidth": 1e11, "load_bandwidth": 1e11}
-NOTHING = Overheads(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def config(iterations: int = 6, **sections: dict[str, Any]) -> RunConfig:
-    data: dict[str, Any] = {
-        "rollout": {"group_size": 4, "groups_per_batch": 16, "max_tokens": 1000},
-        "train": {"iterations": iterations},
-        "engine": {"kind": "emulated", "max_running": 8, "context_length": 2048},
-        "emulation": FAST_WEIGHTS,
-    }
-    for name, values in sections.items():
-        data[name] = data.get(name, {}) | values
-    return validate_config(data)
+from tests import bench
+from tests.bench.reports import tables
+from tests.benchmarks.simulation import small_fleets
 
 
 def num_switches(run: Simulated) -> int:
@@ -57,13 +40,15 @@ def num_switches(run: Simulated) -> int:
 
 
 def simulated(name: str, devices: Devices = Devices(2, 2), **options: Any) -> Simulated:  # noqa: B008
-    return simulate_variant(options.pop("config", config()), VARIANTS[name], devices, LENGTHS, **options)
+    return simulate_variant(
+        options.pop("config", small_fleets.config()), VARIANTS[name], devices, small_fleets.LENGTHS, **options
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_batch_holds_its_sessions_and_no_lag_exceeds_the_bound(name: str) -> None:
     run = simulated(name)
-    groups = [[LENGTHS.length(group, member) for member in range(4)] for group in range(6 * 16)]
+    groups = [[small_fleets.LENGTHS.length(group, member) for member in range(4)] for group in range(6 * 16)]
     assert sum(iteration.tokens for iteration in run.iterations) == sum(map(sum, groups))
     assert max(iteration.max_lag for iteration in run.iterations) <= VARIANTS[name].overlap
 
@@ -71,18 +56,25 @@ def test_every_batch_holds_its_sessions_and_no_lag_exceeds_the_bound(name: str) 
 @given(group=st.integers(0, 5000), member=st.integers(0, 63), turn=st.integers(1, 2000))
 def test_the_turns_of_a_session_add_up_to_it(group: int, member: int, turn: int) -> None:
     tools = Tools(turn=turn, result=30, median_s=1.0, sigma=1.2)
-    sessions = replace(LENGTHS, tools=tools)
+    sessions = replace(small_fleets.LENGTHS, tools=tools)
     turns = sessions(group, member)
     assert turns == sessions(group, member)
-    assert sum(turn.num_wanted for turn in turns) == LENGTHS.length(group, member)
-    assert [turn.num_new for turn in turns] == [LENGTHS.prompt, *[tools.result] * (len(turns) - 1)]
+    assert sum(turn.num_wanted for turn in turns) == small_fleets.LENGTHS.length(group, member)
+    assert [turn.num_new for turn in turns] == [
+        small_fleets.LENGTHS.prompt,
+        *[tools.result] * (len(turns) - 1),
+    ]
     assert all(turn.tool_s > 0 for turn in turns[:-1]) and turns[-1].tool_s == 0
     assert sum(turn.num_new + turn.num_wanted for turn in turns) <= sessions.longest_context
 
 
 def test_tools_take_the_time_that_was_drawn_for_them() -> None:
     tools = Tools(turn=100, result=50, median_s=2.0, sigma=1.0)
-    seconds = [turn.tool_s for group in range(500) for turn in replace(LENGTHS, tools=tools)(group, 0)[:-1]]
+    seconds = [
+        turn.tool_s
+        for group in range(500)
+        for turn in replace(small_fleets.LENGTHS, tools=tools)(group, 0)[:-1]
+    ]
     assert np.median(seconds) == pytest.approx(2.0, rel=0.15)
     assert np.std(np.log(seconds)) == pytest.approx(1.0, rel=0.1)
 
@@ -90,21 +82,21 @@ def test_tools_take_the_time_that_was_drawn_for_them() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sessions_of_several_turns_lose_no_token_and_wait_for_their_tools(name: str) -> None:
     tools = Tools(turn=100, result=10, median_s=5.0, sigma=0.0)
-    several = replace(LENGTHS, tools=tools)
-    run = simulate_variant(config(), VARIANTS[name], Devices(2, 2), several)
-    whole = simulate_variant(config(), VARIANTS[name], Devices(2, 2), LENGTHS)
+    several = replace(small_fleets.LENGTHS, tools=tools)
+    run = simulate_variant(small_fleets.config(), VARIANTS[name], Devices(2, 2), several)
+    whole = simulate_variant(small_fleets.config(), VARIANTS[name], Devices(2, 2), small_fleets.LENGTHS)
     assert sum(i.tokens for i in run.iterations) == sum(i.tokens for i in whole.iterations)
-    lengths = [LENGTHS.length(group, member) for group in range(6 * 16) for member in range(4)]
+    lengths = [small_fleets.LENGTHS.length(group, member) for group in range(6 * 16) for member in range(4)]
     assert run.iterations[-1].end > 5.0 * (tools.num_turns(max(lengths)) - 1)
     check_one_thing_at_a_time(run)
 
 
 def test_a_turn_goes_on_from_what_the_one_before_left_where_there_is_room() -> None:
     tools = Tools(turn=50, result=10, median_s=0.0, sigma=0.0)
-    several = replace(LENGTHS, prompt=1000, tools=tools)
+    several = replace(small_fleets.LENGTHS, prompt=1000, tools=tools)
     ends = [
         simulate_variant(
-            config(emulation={"kv_tokens": room, "peak_flops": 1e14}),
+            small_fleets.config(emulation={"kv_tokens": room, "peak_flops": 1e14}),
             VARIANTS["disaggregated"],
             Devices(2, 2),
             several,
@@ -119,15 +111,17 @@ def test_a_turn_goes_on_from_what_the_one_before_left_where_there_is_room() -> N
 def test_storing_and_loading_weights_takes_what_the_bytes_say() -> None:
     """Nothing overlaps in a disaggregated run: every iteration but the first waits for the whole path."""
     path = {"parameters": 1e9, "stored_bytes_per_parameter": 4.0, "delta_bytes_per_parameter": 4.0}
-    fast = simulated("disaggregated", config=config(emulation=path))
+    fast = simulated("disaggregated", config=small_fleets.config(emulation=path))
     slow = path | {"write_bandwidth": 1e9, "verify_bandwidth": 2e9, "load_bandwidth": 4e9}
-    found = simulated("disaggregated", config=config(emulation=slow, train={"checkpoint_every": 2}))
+    found = simulated(
+        "disaggregated", config=small_fleets.config(emulation=slow, train={"checkpoint_every": 2})
+    )
     more = found.iterations[-2].end - fast.iterations[-2].end
     # five steps: 4 s to store, 1 s to read, 1 s to check and load; 1 s for the first engines. The 12 s of a
     # checkpoint pass beside two iterations
     assert more == pytest.approx(5 * (4 + 1 + 1) + 1, rel=0.05)
     # but not beside one, and the next checkpoint waits for it
-    found = simulated("disaggregated", config=config(emulation=slow))
+    found = simulated("disaggregated", config=small_fleets.config(emulation=slow))
     ends = [iteration.end for iteration in found.iterations]
     assert [b - a for a, b in pairwise(ends[1:-1])] == pytest.approx([12.0] * 3)
 
@@ -148,7 +142,7 @@ def test_a_device_does_one_thing_at_a_time(name: str) -> None:
     check_one_thing_at_a_time(simulated(name))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=bench.properties.examples(40), deadline=None)
 @given(
     name=st.sampled_from(sorted(VARIANTS)),
     devices=st.builds(Devices, st.integers(1, 3), st.integers(1, 3)),
@@ -163,7 +157,7 @@ def test_whatever_the_fleet_training_has_the_devices_it_was_given_and_no_others(
 ) -> None:
     """Invariants 6 and 7 in the plan of a run; every session is in a batch."""
     lengths = Lognormal(prompt=100, median=100.0, sigma=sigma, longest=1000)
-    chosen = config(
+    chosen = small_fleets.config(
         3,
         engine={"max_running": max_running},
         emulation={"utilisation": utilisation, **switch_s},
@@ -188,7 +182,7 @@ def test_whatever_the_fleet_training_has_the_devices_it_was_given_and_no_others(
 
 def test_an_engine_that_is_still_being_loaded_yields_to_training() -> None:
     # the next batch is there before the trainers are engines again
-    slow = config(emulation={"to_rollout_s": 4.0, "to_train_s": 0.0})
+    slow = small_fleets.config(emulation={"to_rollout_s": 4.0, "to_train_s": 0.0})
     run = simulated("multiplexed", config=slow)
     check_one_thing_at_a_time(run)
 
@@ -204,20 +198,22 @@ def test_the_same_arguments_give_the_same_run() -> None:
     assert simulated("multiplexed", failures=failures) == simulated("multiplexed", failures=failures)
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=bench.properties.examples(15), deadline=None)
 @given(name=st.sampled_from(sorted(VARIANTS)), mean=st.floats(1.0, 30.0), repair=st.floats(0.0, 3.0))
 def test_devices_that_die_cost_time_and_no_session(name: str, mean: float, repair: float) -> None:
-    run = simulated(name, config=config(4), failures=Failures(mean, repair))
-    whole = simulated(name, config=config(4))
+    run = simulated(name, config=small_fleets.config(4), failures=Failures(mean, repair))
+    whole = simulated(name, config=small_fleets.config(4))
     assert sum(i.tokens for i in run.iterations) == sum(i.tokens for i in whole.iterations)
     check_one_thing_at_a_time(run)
 
 
 def test_groups_that_would_grow_too_old_are_dropped_with_their_sessions() -> None:
-    heavy = config(rollout={"on_max_lag": "drop"}, emulation={"peak_flops": 1e16})
+    heavy = small_fleets.config(rollout={"on_max_lag": "drop"}, emulation={"peak_flops": 1e16})
     long = Lognormal(prompt=100, median=100.0, sigma=2.0, longest=1000)
     run = simulate_variant(heavy, VARIANTS["async"], Devices(2, 2), long)
-    waited = simulate_variant(config(emulation={"peak_flops": 1e16}), VARIANTS["async"], Devices(2, 2), long)
+    waited = simulate_variant(
+        small_fleets.config(emulation={"peak_flops": 1e16}), VARIANTS["async"], Devices(2, 2), long
+    )
     assert len(run.iterations) == 6 and max(iteration.max_lag for iteration in run.iterations) <= 1
     # others take the place of groups that were dropped: those with the longest sessions
     assert sum(i.tokens for i in run.iterations) < sum(i.tokens for i in waited.iterations)
@@ -225,20 +221,23 @@ def test_groups_that_would_grow_too_old_are_dropped_with_their_sessions() -> Non
 
 def test_multiplexing_leaves_less_idle_than_waiting_does() -> None:
     # a batch takes rollout three times the device time of training
-    busy = config(emulation={"utilisation": 1.0}, rollout={"groups_per_batch": 32})
-    figures = {name: figures_of(simulated(name, config=busy, overheads=NOTHING)) for name in VARIANTS}
+    busy = small_fleets.config(emulation={"utilisation": 1.0}, rollout={"groups_per_batch": 32})
+    figures = {
+        name: figures_of(simulated(name, config=busy, overheads=small_fleets.NOTHING)) for name in VARIANTS
+    }
     assert figures["multiplexed"].idle_fraction < figures["async"].idle_fraction
     assert figures["async"].idle_fraction < figures["disaggregated"].idle_fraction
     assert figures["colocated"].tokens_per_second > figures["colocated_drained"].tokens_per_second
 
 
 def test_training_by_compute_and_rollout_by_bandwidth_pays_on_devices_of_two_kinds() -> None:
-    busy = config(emulation={"utilisation": 1.0}, rollout={"groups_per_batch": 32})
+    busy = small_fleets.config(emulation={"utilisation": 1.0}, rollout={"groups_per_batch": 32})
     two_kinds = Devices(2, 2, rollout_kind="h20", dual_kind="h800")
 
     def gain(devices: Devices) -> float:
         runs = [
-            simulated(name, devices, config=busy, overheads=NOTHING) for name in ("multiplexed", "colocated")
+            simulated(name, devices, config=busy, overheads=small_fleets.NOTHING)
+            for name in ("multiplexed", "colocated")
         ]
         multiplexed, colocated = (figures_of(run).tokens_per_second for run in runs)
         return multiplexed / colocated
@@ -248,24 +247,28 @@ def test_training_by_compute_and_rollout_by_bandwidth_pays_on_devices_of_two_kin
 
 def test_requests_move_to_engines_that_came_too_late_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     # the first engine that is there could take the whole batch
-    roomy = config(engine={"kind": "emulated", "max_running": 64, "context_length": 2048})
-    balanced = simulated("colocated_drained", config=roomy, overheads=NOTHING)
+    roomy = small_fleets.config(engine={"kind": "emulated", "max_running": 64, "context_length": 2048})
+    balanced = simulated("colocated_drained", config=roomy, overheads=small_fleets.NOTHING)
     monkeypatch.setattr(rebalancing, "EXCESS", float("inf"))
-    left_alone = simulated("colocated_drained", config=roomy, overheads=NOTHING)
+    left_alone = simulated("colocated_drained", config=roomy, overheads=small_fleets.NOTHING)
     assert (balanced.moves > 0, left_alone.moves) == (True, 0)
     assert balanced.iterations[-1].end < left_alone.iterations[-1].end
 
 
 def test_a_switch_that_is_never_repaid_is_not_made() -> None:
-    costly = simulated("multiplexed", config=config(emulation={"to_rollout_s": 500.0, "to_train_s": 500.0}))
-    free = simulated("multiplexed", config=config(emulation={"to_rollout_s": 0.0, "to_train_s": 0.0}))
+    costly = simulated(
+        "multiplexed", config=small_fleets.config(emulation={"to_rollout_s": 500.0, "to_train_s": 500.0})
+    )
+    free = simulated(
+        "multiplexed", config=small_fleets.config(emulation={"to_rollout_s": 0.0, "to_train_s": 0.0})
+    )
     # the first loan of each of two trainers is made before its cost is known
     assert num_switches(costly) == 2
     assert num_switches(free) > 2 * 2
 
 
 def test_a_trainer_that_was_not_lent_trains_without_a_switch_and_is_asked_again() -> None:
-    dear = config(emulation={"to_rollout_s": 0.0, "to_train_s": 500.0})
+    dear = small_fleets.config(emulation={"to_rollout_s": 0.0, "to_train_s": 500.0})
     run = simulated("multiplexed", config=dear)
     trained = [span for span in run.spans if (span.worker, span.tag) == ("t0", "train")]
     # what it has computed is stored before the step is over
@@ -275,20 +278,22 @@ def test_a_trainer_that_was_not_lent_trains_without_a_switch_and_is_asked_again(
 
 
 def test_a_switch_that_was_dear_once_is_tried_again() -> None:
-    dear = config(iterations=12, emulation={"to_rollout_s": 0.0, "to_train_s": 500.0})
+    dear = small_fleets.config(iterations=12, emulation={"to_rollout_s": 0.0, "to_train_s": 500.0})
     assert num_switches(simulated("multiplexed", config=dear)) > 2
 
 
 def test_lengths_are_drawn_from_a_run(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-1"))
     run.write_config(RunConfig(run_id="run-1"))
-    first = trajectory("s0", [*GIVEN, 0, 0, 0])
-    second = trajectory("s1", [*GIVEN, 0])
+    first = tables.trajectory("s0", [*tables.GIVEN, 0, 0, 0])
+    second = tables.trajectory("s1", [*tables.GIVEN, 0])
     # a branch of s0 repeats its eight tokens; one was given and two were sampled after them
     mask = np.array([0] * 9 + [1, 1], np.bool_)
-    branch = trajectory("s0", [*GIVEN, 0, 0, 0, NOT_SAMPLED, 0, 0], shared_prefix=8, loss_mask=mask)
+    branch = tables.trajectory(
+        "s0", [*tables.GIVEN, 0, 0, 0, NOT_SAMPLED, 0, 0], shared_prefix=8, loss_mask=mask
+    )
     rows = write_trajectories(run, 0, [first, branch, second], "part")
-    commit(run, 0, "rollout", outputs=[rows])
+    bench.runs.commit(run, 0, "rollout", outputs=[rows])
     lengths = MeasuredLengths(run.uri)
     assert {tuple(lengths(group, 0)) for group in range(50)} == {(Turn(6, 5),), (Turn(5, 1),)}
     with pytest.raises(ValueError, match="nowhere"):
@@ -297,9 +302,9 @@ def test_lengths_are_drawn_from_a_run(tmp_path: Path) -> None:
 
 def test_the_comparison_names_what_it_cannot_count(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="iterations must be at least 4"):
-        comparison(config(3), Devices(1, 1), LENGTHS)
+        comparison(small_fleets.config(3), Devices(1, 1), small_fleets.LENGTHS)
     picture = tmp_path / "timeline.png"
-    table = comparison(config(4), Devices(1, 1), LENGTHS, picture=str(picture))
+    table = comparison(small_fleets.config(4), Devices(1, 1), small_fleets.LENGTHS, picture=str(picture))
     assert table.row_count == len(VARIANTS) and picture.stat().st_size > 1000
 
 
@@ -321,10 +326,12 @@ def test_time_stands_still_only_if_nothing_can_happen() -> None:
 
 def test_overheads_are_on_the_clock_of_the_machine() -> None:
     """Twice the dilation halves what devices do, and leaves orchestration as it is."""
-    overheads = replace(NOTHING, next_iteration=0.0, seal=1.0)
+    overheads = replace(small_fleets.NOTHING, next_iteration=0.0, seal=1.0)
     slow = simulated("disaggregated", overheads=overheads).iterations[-1].end
     fast = (
-        simulated("disaggregated", config=config(emulation={"time_dilation": 1e6}), overheads=overheads)
+        simulated(
+            "disaggregated", config=small_fleets.config(emulation={"time_dilation": 1e6}), overheads=overheads
+        )
         .iterations[-1]
         .end
     )

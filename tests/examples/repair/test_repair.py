@@ -16,9 +16,9 @@ from sf_core.environments.testing import EnvironmentTests
 from sf_core.models.builtin import make_policy, make_tokenizer
 from sf_core.training.demonstrations import encode
 from sf_core.types import Task
-from tests.bench.dataplane.planes import ServedPlane, answering
-from tests.bench.runners import make_runner, run_until_ready
-from tests.sf_core.agents.test_command_sessions import rows_of
+from tests.bench import runners
+from tests.bench.command_agents import rows_of
+from tests.bench.dataplane import planes
 
 ROOT = Path(__file__).parents[3]
 REPAIR = Repair(operators=1)
@@ -73,7 +73,7 @@ def call(name: str, **arguments: str) -> str:
 
 
 def test_a_session_edits_checks_and_is_scored_for_what_it_leaves(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
 ) -> None:
     task = REPAIR.tasks("train", 0)
@@ -90,10 +90,10 @@ def test_a_session_edits_checks_and_is_scored_for_what_it_leaves(
         "It is right now.",
     ]
     plane_process.register(group_size=1, groups_per_batch=1, num_batches=1)
-    plane_process.connect(answering(renderer, *answers))
+    plane_process.connect(planes.answering(renderer, *answers))
     functions = {"prepare": REPAIR.prepare, "agent": REPAIR.agent, "reward": REPAIR.reward}
-    runner = make_runner(plane_process.url, tasks=REPAIR.tasks, **functions)
-    run_until_ready(plane_process, runner)
+    runner = runners.make_runner(plane_process.url, tasks=REPAIR.tasks, **functions)
+    runners.run_until_ready(plane_process, runner)
     [row] = rows_of(plane_process)
     said = [message["content"] for message in json.loads(row.messages) if message["role"] == "tool"]
     before: dict[str, Callable[[int, int], int]] = {}

@@ -19,13 +19,11 @@ from sf_core.agents.command import CommandAgent, CommandEnd, CommandError
 from sf_core.agents.command_output import MAX_ANSWER, MAX_OUTPUT, Transcript
 from sf_core.child_processes import MARK, end_marked
 from sf_core.config.programs import Command
-from sf_core.types import Endpoint, Task
-from tests.patience import patience, wait_until
+from sf_core.types import Task
+from tests.bench import command_agents, waits
 
-TASK = Task("t-1", "sums", "What is 6*7?\n\N{GREEK SMALL LETTER PI}", "forty-two", {"level": 3})
 GRACE_S = 0.1
 """Nothing here has anything to do between SIGTERM and SIGKILL."""
-ENDPOINT = Endpoint("http://127.0.0.1:9/sessions/s-1/v1", "key-of-the-run", "policy")
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +36,9 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert list(folder.iterdir()) == []
 
 
-async def run(*words: str, task: Task = TASK, **settings: Any) -> CommandEnd:
+async def run(*words: str, task: Task = command_agents.TASK, **settings: Any) -> CommandEnd:
     agent = CommandAgent(Command(command=words, **settings), GRACE_S).run
-    return await asyncio.wait_for(agent(task, ENDPOINT), patience())
+    return await asyncio.wait_for(agent(task, command_agents.ENDPOINT), waits.patience())
 
 
 async def shell(script: str, **settings: Any) -> CommandEnd:
@@ -54,16 +52,21 @@ async def failure(script: str, **settings: Any) -> CommandError:
 
 
 async def test_the_task_comes_on_standard_input_and_as_a_file_without_its_answer() -> None:
-    assert (await shell("cat")).answer == TASK.prompt
+    assert (await shell("cat")).answer == command_agents.TASK.prompt
     told = (await shell("cat task.json")).answer
-    facts = {"task_id": "t-1", "environment": "sums", "prompt": TASK.prompt, "metadata": {"level": 3}}
+    facts = {
+        "task_id": "t-1",
+        "environment": "sums",
+        "prompt": command_agents.TASK.prompt,
+        "metadata": {"level": 3},
+    }
     assert json.loads(told) == facts
     assert "forty-two" not in told
 
 
 async def test_what_was_prepared_is_in_its_folder_and_in_its_answer_if_it_was_changed() -> None:
     agent = CommandAgent(Command(command=("sh", "-c", "cat a; echo more >> b/c"), answer="folder")).run
-    end = await agent(TASK, ENDPOINT, {"a": "one\n", "b/c": b"two\n"})
+    end = await agent(command_agents.TASK, command_agents.ENDPOINT, {"a": "one\n", "b/c": b"two\n"})
     assert (end.output, end.answer) == ("one\n", {"b/c": "two\nmore\n"})
 
 
@@ -81,7 +84,7 @@ async def test_what_is_no_files_is_not_prepared_for_a_command(prepared: Any, rea
         "environment.prepare must return a mapping from names of files in the command's folder " + reason
     )
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
-        await agent(TASK, ENDPOINT, prepared)
+        await agent(command_agents.TASK, command_agents.ENDPOINT, prepared)
 
 
 async def test_a_task_that_is_no_json_fails_its_session() -> None:
@@ -148,7 +151,7 @@ async def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     with pytest.raises(
         CommandError, match=r"gave no answer: the agent's command cannot be started: .* No such file"
     ):
-        await asyncio.wait_for(agent(TASK, ENDPOINT), patience())
+        await asyncio.wait_for(agent(command_agents.TASK, command_agents.ENDPOINT), waits.patience())
 
 
 async def test_the_answer_is_what_it_prints_and_the_output_what_it_wrote() -> None:
@@ -247,7 +250,7 @@ def test_a_transcript_keeps_everything_up_to_its_limit() -> None:
 
 
 async def test_the_time_begins_when_it_runs_and_ends_it(tmp_path: Path) -> None:
-    timeout_s = patience(0.5)
+    timeout_s = waits.patience(0.5)
     failed = await failure(f"echo started; echo $$ > {tmp_path}/pid; sleep 1000", timeout_s=timeout_s)
     assert str(failed) == f"the command ran longer than its timeout_s of {timeout_s:g} s"
     assert (failed.cause, failed.output) == ("time", "started\n")
@@ -268,7 +271,7 @@ async def test_what_it_leaves_running_ends_with_it() -> None:
 
 def family_of(pid_file: Path) -> list[psutil.Process]:
     """The command that wrote its number into this file, its keeper, and their children."""
-    wait_until(
+    waits.wait_until(
         lambda: pid_file.exists() and pid_file.read_text(encoding="utf-8").endswith("\n"),
         "the command",
         every_s=0.01,
@@ -280,9 +283,9 @@ def family_of(pid_file: Path) -> list[psutil.Process]:
 
 def check_gone(processes: list[psutil.Process], scratch: Path) -> None:
     assert len(processes) >= 3
-    _, alive = psutil.wait_procs(processes, timeout=patience())
+    _, alive = psutil.wait_procs(processes, timeout=waits.patience())
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-    wait_until(lambda: not any(scratch.iterdir()), "the folder to be removed", every_s=0.01)
+    waits.wait_until(lambda: not any(scratch.iterdir()), "the folder to be removed", every_s=0.01)
 
 
 def lasting(pid_file: Path) -> tuple[str, ...]:
@@ -297,9 +300,9 @@ def with_a_child(pid_file: Path) -> str:
 
 async def test_a_session_that_is_taken_back_leaves_nothing(tmp_path: Path, scratch: Path) -> None:
     pid_file = tmp_path / "pid"
-    async with asyncio.timeout(patience()):
+    async with asyncio.timeout(waits.patience()):
         agent = CommandAgent(Command(command=lasting(pid_file)), GRACE_S).run
-        working = asyncio.ensure_future(agent(TASK, ENDPOINT))
+        working = asyncio.ensure_future(agent(command_agents.TASK, command_agents.ENDPOINT))
         processes = await asyncio.to_thread(family_of, pid_file)
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -336,7 +339,7 @@ def test_a_worker_that_is_killed_leaves_nothing(
     try:
         processes = family_of(pid_file)
         end(worker)
-        worker.wait(patience())
+        worker.wait(waits.patience())
         check_gone(processes, scratch)
     finally:
         worker.kill()
@@ -344,9 +347,9 @@ def test_a_worker_that_is_killed_leaves_nothing(
 
 async def test_without_its_keeper_a_command_and_its_group_are_ended(tmp_path: Path, scratch: Path) -> None:
     pid_file = tmp_path / "pid"
-    async with asyncio.timeout(patience()):
+    async with asyncio.timeout(waits.patience()):
         agent = CommandAgent(Command(command=("sh", "-c", with_a_child(pid_file))), GRACE_S).run
-        working = asyncio.ensure_future(agent(TASK, ENDPOINT))
+        working = asyncio.ensure_future(agent(command_agents.TASK, command_agents.ENDPOINT))
         keeper, *others = await asyncio.to_thread(family_of, pid_file)
         keeper.kill()
         with pytest.raises(
@@ -363,7 +366,9 @@ async def test_commands_run_side_by_side(tmp_path: Path) -> None:
     )
     agent = CommandAgent(Command(command=("sh", "-c", script))).run
     tasks = [Task(f"t{n}", "e", f"begun-{n}") for n in range(8)]
-    await asyncio.wait_for(asyncio.gather(*(agent(task, ENDPOINT) for task in tasks)), patience())
+    await asyncio.wait_for(
+        asyncio.gather(*(agent(task, command_agents.ENDPOINT) for task in tasks)), waits.patience()
+    )
 
 
 async def test_a_command_may_close_its_output_and_go_on() -> None:
@@ -383,6 +388,10 @@ def test_it_works_outside_the_main_thread() -> None:
         "thread.start()\nthread.join()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=waits.patience(),
+        encoding="utf-8",
     )
     assert (done.stdout, done.stderr) == ("42\n", "")

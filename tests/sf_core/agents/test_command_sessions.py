@@ -15,11 +15,9 @@ from sf_core.agents.command import CommandAgent
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Task
-from storage.tables.schema import Trajectory
-from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import ServedPlane, say
-from tests.bench.runners import make_runner, run_until_ready
-from tests.e2e.echo_package import ASK
+from tests import bench
+from tests.bench import runners
+from tests.bench.dataplane import planes
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,39 +36,32 @@ print(reply.choices[0].message.content, message.content[0].text, content.text)
 """
 
 
-def rows_of(plane: ServedPlane) -> list[Trajectory]:
-    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
-    return [
-        row
-        for file in sealed["files"]
-        for row in to_rows(read_trajectories(str(Path(plane.run_dir, "run", file["uri"]))))
-    ]
-
-
 def python(script: str, **settings: Any) -> Any:
     return CommandAgent(Command(command=(sys.executable, "-c", script), **settings)).run
 
 
 def test_the_public_clients_find_the_endpoint_in_the_variables(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
 ) -> None:
     plane_process.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
     answers: list[str] = []
 
     def reward(task: Task, answer: str) -> float:
         answers.append(answer)
         return 1.0
 
-    run_until_ready(plane_process, make_runner(plane_process.url, agent=python(ASK_BY_ALL), reward=reward))
+    runners.run_until_ready(
+        plane_process, runners.make_runner(plane_process.url, agent=python(ASK_BY_ALL), reward=reward)
+    )
     assert answers == ["42 42 42\n"]
     # what it wrote is in the first branch
-    assert [row.output for row in rows_of(plane_process)] == ["42 42 42\n", None, None]
+    assert [row.output for row in bench.command_agents.rows_of(plane_process)] == ["42 42 42\n", None, None]
 
 
 def test_the_documented_script_is_an_agent(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,65 +76,67 @@ def test_the_documented_script_is_an_agent(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     plane_process.register(group_size=1, groups_per_batch=1, num_batches=1)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
 
     def reward(task: Task, answer: str) -> float:
         return float(answer == "42\n")
 
-    run_until_ready(
-        plane_process, make_runner(plane_process.url, agent=CommandAgent(command).run, reward=reward)
+    runners.run_until_ready(
+        plane_process, runners.make_runner(plane_process.url, agent=CommandAgent(command).run, reward=reward)
     )
-    [row] = rows_of(plane_process)
+    [row] = bench.command_agents.rows_of(plane_process)
     assert row.reward == 1.0
     assert row.output is not None and re.fullmatch(r"tokens: \d+", row.output.replace("42\n", "").strip())
 
 
 def test_a_command_that_fails_after_an_answer_keeps_what_it_wrote(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
 ) -> None:
     rules = {"on_failure": {"agent_error": "zero"}, "failed_reward": -1.0}
     plane_process.register(group_size=2, groups_per_batch=1, num_batches=1, **rules)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
-    agents = iter([python(ASK + "sys.exit(3)"), python(ASK)])
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
+    agents = iter(
+        [python(bench.stacks.echo_package.ASK + "sys.exit(3)"), python(bench.stacks.echo_package.ASK)]
+    )
 
     async def agent(task: Any, endpoint: Any) -> Any:
         return await next(agents)(task, endpoint)
 
-    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent))
-    [row] = [row for row in rows_of(plane_process) if row.status != "finished"]
+    runners.run_until_ready(plane_process, runners.make_runner(plane_process.url, agent=agent))
+    [row] = [row for row in bench.command_agents.rows_of(plane_process) if row.status != "finished"]
     assert (row.status, row.reward) == ("agent_error", -1.0)
     assert row.output is not None and sorted(row.output.splitlines()) == ["42", "asked"]
 
 
 def test_a_command_that_runs_too_long_fails_for_that_reason(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
 ) -> None:
     plane_process.register(group_size=1, groups_per_batch=1, num_batches=1, session_attempts=2)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
     slow = python("import time; time.sleep(1000)", timeout_s=0.2)
-    asking = python(ASK)
+    asking = python(bench.stacks.echo_package.ASK)
     agents = iter([slow, asking])
 
     async def agent(task: Any, endpoint: Any) -> Any:
         return await next(agents)(task, endpoint)
 
-    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent))
+    runners.run_until_ready(plane_process, runners.make_runner(plane_process.url, agent=agent))
     counters = plane_process.get("/runs/run")["counters"]
     assert {name: number for name, number in counters.items() if name.startswith("failures.")} == {
         "failures.timeout": 1
     }
-    [row] = rows_of(plane_process)
+    [row] = bench.command_agents.rows_of(plane_process)
     assert row.status == "finished"
 
 
 def test_the_output_of_an_answer_that_is_scored_elsewhere_waits_for_its_reward(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
 ) -> None:
     plane_process.register(group_size=1, groups_per_batch=1, num_batches=1)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
     # a runner that scores is there
     plane_process.post("/runs/run/claim", {"runner": "w0", "max": 0, "work": "reward"})
     [claim] = plane_process.claim()
@@ -155,5 +148,5 @@ def test_the_output_of_an_answer_that_is_scored_elsewhere_waits_for_its_reward(
     [given] = plane_process.post("/runs/run/claim", {"runner": "w0", "max": 1, "work": "reward"})["sessions"]
     report = {"session_id": given["session_id"], "status": "finished", "reward": 1.0}
     plane_process.post("/runs/run/finished", {"sessions": [report]})
-    [row] = rows_of(plane_process)
+    [row] = bench.command_agents.rows_of(plane_process)
     assert row.output == "what it wrote"

@@ -9,9 +9,9 @@ from typing import Any
 from sf_core.agents.command import CommandAgent
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.bench.dataplane.planes import ServedPlane, say
-from tests.bench.runners import make_runner, run_until_ready
-from tests.sf_core.agents.test_command_sessions import rows_of
+from tests.bench import runners
+from tests.bench.command_agents import rows_of
+from tests.bench.dataplane import planes
 
 FORGE = """
 import json, os, sys, urllib.error, urllib.request
@@ -60,10 +60,10 @@ print(json.dumps(statuses))
 
 
 def test_a_command_cannot_reward_itself_nor_touch_its_rivals(
-    plane_process: ServedPlane, renderer: Renderer
+    plane_process: planes.ServedPlane, renderer: Renderer
 ) -> None:
     plane_process.register(group_size=2, groups_per_batch=1, num_batches=1)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
     answers: list[dict[str, int]] = []
 
     def reward(task: Any, answer: str) -> float:
@@ -71,7 +71,9 @@ def test_a_command_cannot_reward_itself_nor_touch_its_rivals(
         return 0.0
 
     agent = CommandAgent(Command(command=(sys.executable, "-c", FORGE))).run
-    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent, reward=reward, concurrency=2))
+    runners.run_until_ready(
+        plane_process, runners.make_runner(plane_process.url, agent=agent, reward=reward, concurrency=2)
+    )
     assert len(answers) == 2
     for statuses in answers:
         assert statuses.pop("own turns") == 200

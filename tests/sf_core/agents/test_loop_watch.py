@@ -14,7 +14,7 @@ import pytest
 
 from sf_core.agents import loop_watch
 from sf_core.agents.loop_watch import log_blocks, place_of_step
-from tests.patience import patience, wait_until
+from tests.bench.waits import patience, wait_until
 
 
 async def test_each_block_of_the_loop_is_told_once(

@@ -19,9 +19,8 @@ from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
 from sf_core.cli.stack.local import free_port
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
-from tests.bench.dataplane.planes import ServedPlane, answering
-from tests.bench.runners import make_runner, run_until_ready
-from tests.patience import until, wait_until
+from tests.bench import runners, waits
+from tests.bench.dataplane import planes
 
 pytestmark = pytest.mark.system
 
@@ -42,7 +41,7 @@ def over_http() -> Iterator[str]:
             return True
         return False
 
-    wait_until(listens, url, every_s=0.05)
+    waits.wait_until(listens, url, every_s=0.05)
     yield url
     process.kill()
     process.wait()
@@ -72,11 +71,11 @@ async def test_tools_are_listed_and_called(pad: Any) -> None:
 
 
 def test_an_agent_uses_them_over_the_gateway(
-    plane_process: ServedPlane, renderer: Renderer, pad: Any
+    plane_process: planes.ServedPlane, renderer: Renderer, pad: Any
 ) -> None:
     plane_process.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=100)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call>'
-    plane_process.connect(answering(renderer, call, "42"))
+    plane_process.connect(planes.answering(renderer, call, "42"))
 
     async def agent(task: Task, endpoint: Endpoint) -> str:
         async with mcp_tools(pad) as tools:
@@ -88,7 +87,9 @@ def test_an_agent_uses_them_over_the_gateway(
         rewards.append(answer)
         return 1.0
 
-    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent, reward=reward, concurrency=1))
+    runners.run_until_ready(
+        plane_process, runners.make_runner(plane_process.url, agent=agent, reward=reward, concurrency=1)
+    )
     assert rewards == ["42"] and len(plane_process.asked) == 2
 
 
@@ -119,7 +120,7 @@ async def test_a_session_that_is_cancelled_ends_its_server(tmp_path: Path) -> No
             await {tool.name: tool for tool in tools}["hang"].function(mark=str(mark))
 
     working = asyncio.create_task(work())
-    await until(lambda: working.done() or (mark.exists() and mark.read_text(encoding="utf-8")))
+    await waits.until(lambda: working.done() or (mark.exists() and mark.read_text(encoding="utf-8")))
     assert not working.done()
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -157,12 +158,14 @@ async def test_an_error_of_the_agent_stays_what_it_is(pad: Any) -> None:
         await using(pad, use)
 
 
-def test_the_loop_ends_with_a_tool_that_is_lost(plane_process: ServedPlane, renderer: Renderer) -> None:
+def test_the_loop_ends_with_a_tool_that_is_lost(
+    plane_process: planes.ServedPlane, renderer: Renderer
+) -> None:
     plane_process.register(
         group_size=1, groups_per_batch=1, num_batches=1, max_tokens=100, session_attempts=1
     )
     call = '<tool_call>\n{"name": "die", "arguments": {}}\n</tool_call>'
-    plane_process.connect(answering(renderer, call, "42"))
+    plane_process.connect(planes.answering(renderer, call, "42"))
     raised: list[str] = []
 
     async def agent(task: Task, endpoint: Endpoint) -> str:
@@ -173,5 +176,5 @@ def test_the_loop_ends_with_a_tool_that_is_lost(plane_process: ServedPlane, rend
             raised.append(str(error))
             return "42"
 
-    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent, concurrency=1))
+    runners.run_until_ready(plane_process, runners.make_runner(plane_process.url, agent=agent, concurrency=1))
     assert len(raised) == 1 and "has ended; it wrote last: " in raised[0]

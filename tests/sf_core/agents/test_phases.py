@@ -21,18 +21,9 @@ from sf_core.dataplane.control.plane import sweep_run
 from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Task
 from sf_core.user_code import name_function
-from tests.bench.dataplane.planes import (
-    ServedPlane,
-    attended,
-    operator_client,
-    operator_headers,
-    running_process,
-    say,
-)
-from tests.bench.dataplane.run_driver import Driver
-from tests.bench.runners import make_runner, run_until_ready
-from tests.e2e.echo_package import agent as ask
-from tests.patience import patience
+from tests import bench
+from tests.bench.dataplane import planes
+from tests.bench.stacks.echo_package import agent as ask
 
 
 class Rooms:
@@ -57,7 +48,7 @@ class Rooms:
 
     async def until(self, what: Callable[[], bool]) -> None:
         async with self.changed:
-            await asyncio.wait_for(self.changed.wait_for(what), patience())
+            await asyncio.wait_for(self.changed.wait_for(what), bench.waits.patience())
 
     @asynccontextmanager
     async def prepare(self, task: Task) -> AsyncIterator[str]:
@@ -67,14 +58,14 @@ class Rooms:
         await self.leave("prepared")
 
 
-def serve(plane: ServedPlane, renderer: Renderer, **changes: Any) -> None:
+def serve(plane: planes.ServedPlane, renderer: Renderer, **changes: Any) -> None:
     usual = {"group_size": 1, "groups_per_batch": 4, "num_batches": 1, "session_attempts": 1}
     plane.register(**usual | changes)
-    plane.connect(lambda prompt, seed: say(renderer, "42"))
+    plane.connect(lambda prompt, seed: planes.say(renderer, "42"))
 
 
 def test_sessions_are_prepared_while_another_runs_and_what_was_prepared_ends_with_its_agent(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
 ) -> None:
     rooms = Rooms()
@@ -97,7 +88,9 @@ def test_sessions_are_prepared_while_another_runs_and_what_was_prepared_ends_wit
 
     serve(plane_process, renderer, prepare_ahead=2)
     changes = {"agent": agent, "reward": reward, "prepare": rooms.prepare}
-    run_until_ready(plane_process, make_runner(plane_process.url, concurrency=1, prepare_ahead=2, **changes))
+    bench.runners.run_until_ready(
+        plane_process, bench.runners.make_runner(plane_process.url, concurrency=1, prepare_ahead=2, **changes)
+    )
     assert rooms.most["running"] == 1
     assert rooms.most["prepared"] == 3
     assert rooms.now["prepared"] == 0
@@ -197,7 +190,7 @@ def scores_nothing(task: Task, answer: Any) -> None:
     ],
 )
 async def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
     changes: dict[str, Any],
     reason: str,
@@ -205,10 +198,10 @@ async def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
 ) -> None:
     changes = {"agent": agent_with_a_room, "prepare_ahead": 1} | changes
     serve(plane_process, renderer, groups_per_batch=1, prepare_ahead=changes["prepare_ahead"])
-    async with asyncio.timeout(patience()):
-        working = asyncio.ensure_future(make_runner(plane_process.url, **changes).run())
+    async with asyncio.timeout(bench.waits.patience()):
+        working = asyncio.ensure_future(bench.runners.make_runner(plane_process.url, **changes).run())
         counted = f"rejected_groups.{reason}"
-        headers = operator_headers(plane_process.url)
+        headers = planes.operator_headers(plane_process.url)
         async with httpx.AsyncClient(base_url=plane_process.url, headers=headers) as http:
             while counted not in (status := (await http.get("/runs/run")).json())["counters"]:
                 assert not working.done()
@@ -234,15 +227,17 @@ async def test_what_is_ready_outlives_a_restart_of_the_data_plane(
         return await ask(task, endpoint)
 
     async def work(plane: ExitStack, url: str) -> None:
-        runner = make_runner(url, concurrency=1, prepare_ahead=2, agent=agent, prepare=rooms.prepare)
+        runner = bench.runners.make_runner(
+            url, concurrency=1, prepare_ahead=2, agent=agent, prepare=rooms.prepare
+        )
         working = asyncio.ensure_future(runner.run())
         await rooms.until(lambda: rooms.now["prepared"] == 3 and rooms.now["running"] == 1)
         before = dict(rooms.prepared)
         await asyncio.to_thread(plane.close)
-        await asyncio.to_thread(plane.enter_context, running_process(tmp_path / "port", port, *folder))
+        await asyncio.to_thread(plane.enter_context, planes.running_process(tmp_path / "port", port, *folder))
         await rooms.enter("restarted")
-        with attended(url, tmp_path, model_dir) as served_plane:
-            await asyncio.to_thread(served_plane.connect, lambda prompt, seed: say(renderer, "42"))
+        with planes.attended(url, tmp_path, model_dir) as served_plane:
+            await asyncio.to_thread(served_plane.connect, lambda prompt, seed: planes.say(renderer, "42"))
             while not (await asyncio.to_thread(served_plane.get, "/runs/run/batches/0?wait_s=10"))["ready"]:
                 assert not working.done()
             await asyncio.to_thread(served_plane.post, "/runs/run/release")
@@ -250,12 +245,12 @@ async def test_what_is_ready_outlives_a_restart_of_the_data_plane(
         assert {task: rooms.prepared[task] for task in before} == dict.fromkeys(before, 1)
 
     with ExitStack() as plane:
-        url = plane.enter_context(running_process(tmp_path / "port", port, *folder))
-        with operator_client(url) as http:
-            served_plane = ServedPlane(url, http, tmp_path, model_dir)
+        url = plane.enter_context(planes.running_process(tmp_path / "port", port, *folder))
+        with planes.operator_client(url) as http:
+            served_plane = planes.ServedPlane(url, http, tmp_path, model_dir)
             usual = {"group_size": 1, "groups_per_batch": 3, "num_batches": 1}
             served_plane.register(prepare_ahead=2, **usual)
-        await asyncio.wait_for(work(plane, url), patience())
+        await asyncio.wait_for(work(plane, url), bench.waits.patience())
 
 
 async def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(
@@ -263,7 +258,7 @@ async def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(
     model_dir: str,
     renderer: Renderer,
 ) -> None:
-    driver = Driver(tmp_path, model_dir, renderer)
+    driver = bench.dataplane.run_driver.Driver(tmp_path, model_dir, renderer)
 
     async def wait(seconds: float) -> list[str]:
         """Ids of the sessions that are left when the run has served for so long."""

@@ -20,11 +20,9 @@ from sf_core.dataplane.control import plane as plane_module
 from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Scored, Task
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import ServedPlane, attended, operator_headers, running_app, say
-from tests.bench.proxies import SilentProxy
-from tests.bench.runners import make_runner, run_until_ready
-from tests.e2e.echo_package import agent
-from tests.patience import patience
+from tests import bench
+from tests.bench import runners
+from tests.bench.dataplane import planes
 
 
 def test_the_parts_of_a_reward_add_up_to_it() -> None:
@@ -101,27 +99,29 @@ def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
 
 
 async def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
-    runner = make_runner("http://127.0.0.1:9", patience_s=0.1)
+    runner = runners.make_runner("http://127.0.0.1:9", patience_s=0.1)
     sentence = r"^the data plane at http://127.0.0.1:9 did not answer any claim of a0 on run run for 0.1 s: "
     with pytest.raises(ConnectionError, match=sentence):
-        await asyncio.wait_for(runner.run(), patience())
+        await asyncio.wait_for(runner.run(), bench.waits.patience())
 
 
 async def test_a_runner_gives_its_worker_back_when_the_data_plane_has_forgotten_its_run(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
 ) -> None:
     with pytest.raises(ConnectionError, match=r"on run .* for 0\.1 s: Client error '404 Not Found'"):
-        await asyncio.wait_for(make_runner(plane_process.url, patience_s=0.1).run(), patience())
+        await asyncio.wait_for(
+            runners.make_runner(plane_process.url, patience_s=0.1).run(), bench.waits.patience()
+        )
 
 
 @pytest.mark.parametrize("key", ["key-of-the-run", None])
 async def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
     key: str | None,
 ) -> None:
     plane_process.register(key=key, group_size=1, groups_per_batch=2, num_batches=1)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
     endpoints: list[Endpoint] = []
     statuses: list[list[int]] = []
 
@@ -131,12 +131,12 @@ async def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
         asked = (f"{endpoint.base_url}/models", own, f"{plane_process.url}/runs/run")
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as keyed:
             statuses.append([(await keyed.get(url)).status_code for url in asked])
-        return await agent(task, endpoint)
+        return await bench.stacks.echo_package.agent(task, endpoint)
 
-    runner = make_runner(plane_process.url, agent=keyed_agent)
-    async with asyncio.timeout(patience()):
+    runner = runners.make_runner(plane_process.url, agent=keyed_agent)
+    async with asyncio.timeout(bench.waits.patience()):
         working = asyncio.ensure_future(runner.run())
-        operator = operator_headers(plane_process.url)
+        operator = planes.operator_headers(plane_process.url)
         async with httpx.AsyncClient(base_url=plane_process.url) as http:
             waited = {"params": {"wait_s": 10}, "headers": operator}
             while not (await http.get("/runs/run/batches/0", **waited)).json()["ready"]:
@@ -155,14 +155,14 @@ async def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
 
 
 async def test_no_proxy_stands_between_agents_and_their_data_plane(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
-    proxy: SilentProxy,
+    proxy: bench.proxies.SilentProxy,
 ) -> None:
     plane_process.register(group_size=1, groups_per_batch=1, num_batches=1)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
-    async with asyncio.timeout(patience()):
-        working = asyncio.ensure_future(make_runner(plane_process.url).run())
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
+    async with asyncio.timeout(bench.waits.patience()):
+        working = asyncio.ensure_future(runners.make_runner(plane_process.url).run())
         while not (await asyncio.to_thread(plane_process.get, "/runs/run/batches/0?wait_s=10"))["ready"]:
             assert not working.done()
         await asyncio.to_thread(plane_process.post, "/runs/run/release")
@@ -176,41 +176,41 @@ def test_a_runner_whose_agents_block_its_event_loop_is_heard_all_the_same(
     renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    silence_s = patience(1.0)
+    silence_s = bench.waits.patience(1.0)
     monkeypatch.setattr(claiming, "RUNNER_SILENCE_S", silence_s)
     monkeypatch.setattr(runner_module, "BEAT_S", 0.2)
     # between two looks a second apart, a runner would be silent for longer than the bound
     monkeypatch.setattr(plane_module, "SWEEP_S", 0.1)
 
     async def blocking_agent(task: Task, endpoint: Endpoint) -> str:
-        answer = await agent(task, endpoint)
+        answer = await bench.stacks.echo_package.agent(task, endpoint)
         time.sleep(2.5 * silence_s)
         return answer
 
-    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
+    with planes.running_app() as url, planes.attended(url, tmp_path, model_dir) as plane:
         plane.register(group_size=1, groups_per_batch=1, num_batches=1)
-        plane.connect(lambda prompt, seed: say(renderer, "42"))
-        run_until_ready(plane, make_runner(url, agent=blocking_agent, concurrency=1))
+        plane.connect(lambda prompt, seed: planes.say(renderer, "42"))
+        runners.run_until_ready(plane, runners.make_runner(url, agent=blocking_agent, concurrency=1))
         assert "retries" not in plane.get("/runs/run")["counters"]
 
 
 def test_of_failures_at_the_same_place_one_is_in_the_log(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plane_process.register(group_size=1, groups_per_batch=2, num_batches=1, session_attempts=4)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
     failed: list[str] = []
 
     async def failing_agent(task: Task, endpoint: Endpoint) -> str:
         if len(failed) < 3:
             failed.append(endpoint.base_url)
             raise ValueError(f"{endpoint.base_url} is not for me, nor is \udc80")
-        return await agent(task, endpoint)
+        return await bench.stacks.echo_package.agent(task, endpoint)
 
     with caplog.at_level(logging.WARNING, "sf_core.agents.runner"):
-        run_until_ready(plane_process, make_runner(plane_process.url, agent=failing_agent))
+        runners.run_until_ready(plane_process, runners.make_runner(plane_process.url, agent=failing_agent))
     assert len(set(failed)) == 3
     [logged] = [record.getMessage() for record in caplog.records if "Traceback" in record.getMessage()]
     assert "ValueError" in logged and "nor is \\udc80" in logged
@@ -229,20 +229,20 @@ async def chatting_agent(task: Task, endpoint: Endpoint) -> str:
 
 
 def test_the_session_of_an_agent_that_overflows_its_context_trains_with_its_group(
-    plane_process: ServedPlane,
+    plane_process: planes.ServedPlane,
     renderer: Renderer,
 ) -> None:
     plane_process.register(
         group_size=2, groups_per_batch=1, num_batches=1, context_length=256, failed_reward=-1.0
     )
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
     prompts = iter(["short", "long"])
 
     def tasks(split: str, index: int) -> Task:
         return Task("sum", "addition", next(prompts), "42")
 
-    runner = make_runner(plane_process.url, agent=chatting_agent, tasks=tasks)
-    run_until_ready(plane_process, runner)
+    runner = runners.make_runner(plane_process.url, agent=chatting_agent, tasks=tasks)
+    runners.run_until_ready(plane_process, runner)
     sealed = plane_process.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert (sealed["failures"], sealed["rejected"]) == ({"context_overflow": 1}, {})
     rows = to_rows(read_trajectories(str(Path(plane_process.run_dir, "run", sealed["files"][0]["uri"]))))
@@ -282,17 +282,17 @@ def test_who_ends_the_program_or_cancels_itself_costs_one_session(
 
     async def faulty_agent(task: Task, endpoint: Endpoint) -> str:
         called.append(task)
-        return await (fault if len(called) == 1 else agent)(task, endpoint)
+        return await (fault if len(called) == 1 else bench.stacks.echo_package.agent)(task, endpoint)
 
     def faulty_reward(task: Task, answer: str) -> float:
         called.append(task)
         return fault(task, answer) if len(called) == 1 else 1.0
 
     changes = {"agent": faulty_agent} if asyncio.iscoroutinefunction(fault) else {"reward": faulty_reward}
-    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
+    with planes.running_app() as url, planes.attended(url, tmp_path, model_dir) as plane:
         plane.register(group_size=1, groups_per_batch=1, num_batches=1)
-        plane.connect(lambda prompt, seed: say(renderer, "42"))
-        run_until_ready(plane, make_runner(url, concurrency=1, **changes))
+        plane.connect(lambda prompt, seed: planes.say(renderer, "42"))
+        runners.run_until_ready(plane, runners.make_runner(url, concurrency=1, **changes))
         assert plane.get("/runs/run")["counters"]["failed_sessions"] == 1
     assert len(called) == 2
     assert "failed: " in caplog.text and "no such tool" in caplog.text
@@ -311,32 +311,32 @@ async def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
 
     def hanging_agent(task: Task, endpoint: Endpoint) -> None:
         begun.put(endpoint.base_url)
-        over.wait(patience())
+        over.wait(bench.waits.patience())
         came_to_an_end.set()
 
     async def work(url: str) -> None:
-        working = asyncio.ensure_future(make_runner(url, agent=hanging_agent, concurrency=1).run())
-        first = await asyncio.to_thread(begun.get, timeout=patience())
-        async with httpx.AsyncClient(base_url=url, headers=operator_headers(url)) as http:
+        working = asyncio.ensure_future(runners.make_runner(url, agent=hanging_agent, concurrency=1).run())
+        first = await asyncio.to_thread(begun.get, timeout=bench.waits.patience())
+        async with httpx.AsyncClient(base_url=url, headers=planes.operator_headers(url)) as http:
             # the data plane ends it, as one that ran too long
             await http.post(first.removesuffix("/v1") + "/finish", json={"status": "failed"})
-            assert await asyncio.to_thread(begun.get, timeout=patience()) != first
+            assert await asyncio.to_thread(begun.get, timeout=bench.waits.patience()) != first
             await http.post("/runs/run/release")
         await working
 
-    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
+    with planes.running_app() as url, planes.attended(url, tmp_path, model_dir) as plane:
         plane.register(group_size=1, groups_per_batch=1)
-        await asyncio.wait_for(work(url), patience())
+        await asyncio.wait_for(work(url), bench.waits.patience())
     assert not came_to_an_end.is_set()
     over.set()
 
 
 async def test_a_runner_that_cannot_report_any_more_ends_with_the_reason() -> None:
-    runner = make_runner("http://127.0.0.1:9")
+    runner = runners.make_runner("http://127.0.0.1:9")
 
     async def fail(http: httpx.AsyncClient) -> None:
         raise TypeError("what it could not do")
 
     runner._reports.send = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(TypeError, match="what it could not do"):
-        await asyncio.wait_for(runner.run(), patience())
+        await asyncio.wait_for(runner.run(), bench.waits.patience())

@@ -9,7 +9,7 @@ import pytest
 
 from sf_core.agents import threads as threads_module
 from sf_core.agents.threads import Threads
-from tests.patience import patience
+from tests.bench.waits import patience
 
 
 @pytest.fixture

@@ -22,10 +22,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
 from sf_core.types import NotJudged, Scored, Task
 from storage.tables.judgements import Judgement
-from tests.bench.dataplane.planes import ServedPlane, say
+from tests.bench import dataplane, waits
 from tests.bench.judge_server import JudgeServer
-from tests.patience import patience, wait_until
-from tests.sf_core.dataplane.runs.test_scoring import run_runner
 
 TASK = Task("t", "e", "6 * 7?", "42")
 
@@ -49,7 +47,7 @@ async def scored(
     answer: Any = "42",
     server: JudgeServer | None = None,
     answers: list[Any] | None = None,
-    timeout_s: float = patience(),
+    timeout_s: float = waits.patience(),
 ) -> tuple[Any, list[list[Judgement]]]:
     """What a runner would report of an answer, or of those of a group, or the error that it would report; and
     what was asked, by answer."""
@@ -207,12 +205,12 @@ async def test_a_group_that_is_dropped_is_no_failure() -> None:
 
 @pytest.mark.parametrize("judges_groups", [False, True])
 def test_a_runner_has_its_answers_scored_again_until_they_are_judged(
-    served_plane: ServedPlane, renderer: Renderer, judges_groups: bool
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer, judges_groups: bool
 ) -> None:
     served_plane.register(
         group_size=2, groups_per_batch=2, judges_groups=judges_groups, session_attempts=1000
     )
-    served_plane.connect(lambda prompt, seed: say(renderer, "x"))
+    served_plane.connect(lambda prompt, seed: dataplane.planes.say(renderer, "x"))
     judged = threading.Event()
 
     def reward(task: Task, answer: Any) -> Any:
@@ -220,7 +218,7 @@ def test_a_runner_has_its_answers_scored_again_until_they_are_judged(
             raise NotJudged("the judge is away")
         return [1.0, 0.5] if judges_groups else 1.0
 
-    run_runner(
+    dataplane.served_runs.run_runner(
         served_plane,
         "a0",
         "agent",
@@ -228,10 +226,10 @@ def test_a_runner_has_its_answers_scored_again_until_they_are_judged(
         reward=reward,
         group_reward=reward if judges_groups else None,
     )
-    wait_until(lambda: served_plane.get("/runs/run")["counters"].get("unjudged", 0) > 4)
+    waits.wait_until(lambda: served_plane.get("/runs/run")["counters"].get("unjudged", 0) > 4)
     assert "NotJudged: the judge is away" in served_plane.get("/runs/run")["last_error"]
     judged.set()
-    wait_until(lambda: bool(served_plane.get("/runs/run/batches/0")["ready"]))
+    waits.wait_until(lambda: bool(served_plane.get("/runs/run/batches/0")["ready"]))
     status = served_plane.get("/runs/run")
     assert not {"failed_sessions", "retries"} & {name for name, n in status["counters"].items() if n}
     sealed = served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})

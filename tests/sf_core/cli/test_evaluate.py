@@ -13,15 +13,15 @@ from sf_core.models.builtin import make_policy
 from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
-from tests.bench.runs import commit, configure, pretend
-from tests.sf_core.reports.evaluations.test_comparison import measure
+from tests.bench import runs
+from tests.bench.reports.evaluations import measure
 
 
 @pytest.fixture
 def run_with_weights(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(str(tmp_path / "runs" / "r"))
-    config = configure(run, train={"iterations": 2}, evaluate={"num_tasks": 2})
-    pretend(run, 2)
+    config = runs.configure(run, train={"iterations": 2}, evaluate={"num_tasks": 2})
+    runs.pretend(run, 2)
     make_policy(run.start_dir, config.policy, seed=0)
     save_weights(run.weights_dir(2), load_weights(run.start_dir), 2)
     return run
@@ -56,8 +56,8 @@ def test_each_version_is_measured_once(run_with_weights: RunDirectory) -> None:
 
 def test_a_version_computes_in_the_dtype_that_the_run_began_with(run_with_weights: RunDirectory) -> None:
     policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": "auto"}
-    configure(run_with_weights, train={"iterations": 2}, evaluate={"num_tasks": 2}, policy=policy)
-    commit(run_with_weights, None, "start", data={"dtype": "bfloat16"})
+    runs.configure(run_with_weights, train={"iterations": 2}, evaluate={"num_tasks": 2}, policy=policy)
+    runs.commit(run_with_weights, None, "start", data={"dtype": "bfloat16"})
     measures = Measures()
     evaluate_apart(run_with_weights.uri, 2, None, None, ["evaluate.num_tasks=3"], measures)
     [config] = measures.asked

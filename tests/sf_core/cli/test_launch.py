@@ -17,9 +17,9 @@ from sf_core.cli.launch import _run_once
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
 from storage.run_directory import RunDirectory
+from tests.bench import runs
 from tests.bench.commands import sf
-from tests.bench.runs import commit, configure, pretend
-from tests.patience import patience
+from tests.bench.waits import patience
 
 SUMMARY = {
     "iterations": 2,
@@ -39,8 +39,10 @@ def finished_run(tmp_path: Path) -> RunDirectory:
     """A finished run without a worker that can train, so that continuing it is refused at once."""
     run = RunDirectory(str(tmp_path / "[v2]" / "r"))
     workers = {"r0": {"tags": ["rollout"]}}
-    configure(run, train={"iterations": 2}, cluster={"workers": workers}, storage={"root": str(tmp_path)})
-    pretend(run, 2, finished=False)
+    runs.configure(
+        run, train={"iterations": 2}, cluster={"workers": workers}, storage={"root": str(tmp_path)}
+    )
+    runs.pretend(run, 2, finished=False)
     run.write_summary(SUMMARY)
     return run
 
@@ -69,7 +71,7 @@ def test_the_summary_names_the_prefect_server_that_shows_the_run(
 @pytest.fixture
 def stopped_run(finished_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunDirectory:
     """A run that could be resumed."""
-    configure(finished_run, train={"iterations": 3}, storage={"root": str(tmp_path / "[v2]")})
+    runs.configure(finished_run, train={"iterations": 3}, storage={"root": str(tmp_path / "[v2]")})
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.setenv("SF_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
@@ -100,7 +102,7 @@ def test_runs_of_one_name_at_several_places_are_used_at_the_same_time(
     with ExitStack() as held:
         for root in ("runs", "memory://a", "memory://b"):
             run = RunDirectory(f"{root}/r")
-            configure(run, train={"iterations": 3}, storage={"root": root})
+            runs.configure(run, train={"iterations": 3}, storage={"root": root})
             Path(run.local_dir).mkdir(parents=True, exist_ok=True)
             held.enter_context(hold(run))
             code, output = sf("resume", run.uri, "--skip-try")
@@ -128,7 +130,7 @@ def test_too_few_open_files_are_refused_before_anything_starts(stopped_run: RunD
 
 
 def test_an_emulated_run_is_said_to_have_no_policy(finished_run: RunDirectory, tmp_path: Path) -> None:
-    configure(
+    runs.configure(
         finished_run, train={"iterations": 2}, engine={"kind": "emulated"}, storage={"root": str(tmp_path)}
     )
     code, output = sf("resume", finished_run.uri)
@@ -151,8 +153,8 @@ def test_a_finished_run_goes_on_with_more_iterations(finished_run: RunDirectory,
 def test_a_run_whose_summary_is_from_before_it_was_given_more_iterations_is_resumed(
     finished_run: RunDirectory,
 ) -> None:
-    configure(finished_run, train={"iterations": 3}, cluster={"workers": {"r0": {"tags": ["rollout"]}}})
-    commit(finished_run, 2, "publish")
+    runs.configure(finished_run, train={"iterations": 3}, cluster={"workers": {"r0": {"tags": ["rollout"]}}})
+    runs.commit(finished_run, 2, "publish")
     code, output = sf("resume", finished_run.uri)
     assert (code, "no worker has the tag" in output) == (1, True), output
 

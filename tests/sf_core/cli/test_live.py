@@ -11,21 +11,7 @@ from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.waits import clock
 from storage.run_directory import RunDirectory
 from tests.bench.runs import commit, configure
-
-STATUS: dict[str, Any] = {
-    "stage": "train",
-    "iteration": 2,
-    "next_batch": 3,
-    "groups_accepted": 5,
-    "groups_needed": 8,
-    "groups_in_flight": 11,
-    "reward_recent": 0.5,
-    "tokens_per_second": 1234.0,
-    "sessions_running": 88,
-    "straggler": {"session": "run-1.g3.0.a0", "group": 3, "age_s": 5.0},
-    "counters": {"failed_sessions": 0},
-    "engines": [{"worker": "r0", "version": 2}, {"worker": "t0", "version": None}],
-}
+from tests.sf_core.cli.status import STATUS
 
 
 def shown(status: dict[str, Any], iterations: int) -> str:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from sf_core.cli.main import app
 from sf_core.config.yaml_file import load_config
-from tests.e2e.conftest import ROOT
+from tests.bench import ROOT
 
 
 @pytest.fixture(autouse=True)

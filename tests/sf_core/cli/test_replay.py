@@ -17,13 +17,17 @@ from storage.tensors.weights import (
     save_adapter,
     save_weights,
 )
+from tests import bench
+from tests.bench import runs
 from tests.bench.commands import sf
-from tests.bench.runs import configure, copy_run
-from tests.bench.trained_runs import train, train_run
-from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCHES = [
-    make_batch(grouped_rows(num_groups=16, group_size=4), logprob=-4.0, group_size=4, seed=seed)
+    bench.training.batches.make_batch(
+        bench.training.batches.grouped_rows(num_groups=16, group_size=4),
+        logprob=-4.0,
+        group_size=4,
+        seed=seed,
+    )
     for seed in range(4)
 ]
 
@@ -31,12 +35,12 @@ BATCHES = [
 @pytest.fixture(scope="module")
 def run_to_replay(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     settings = {"iterations": 4, "checkpoint_every": 2, "minibatches": 2, "warmup_steps": 3}
-    return train_run(tmp_path_factory.mktemp("runs"), settings, BATCHES)
+    return bench.trained_runs.train_run(tmp_path_factory.mktemp("runs"), settings, BATCHES)
 
 
 @pytest.fixture
 def copy(run_to_replay: RunDirectory, tmp_path: Path) -> RunDirectory:
-    return copy_run(run_to_replay, tmp_path)
+    return runs.copy_run(run_to_replay, tmp_path)
 
 
 @pytest.mark.parametrize("iteration", range(4))
@@ -50,7 +54,7 @@ def test_a_step_comes_out_equal_with_and_without_a_checkpoint_just_before_it(
 def test_a_step_has_the_settings_that_it_was_made_with(
     copy: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    configure(copy, train={"checkpoint_every": 2, "learning_rate": 1e-2, "betas": (0.5, 0.5)})
+    runs.configure(copy, train={"checkpoint_every": 2, "learning_rate": 1e-2, "betas": (0.5, 0.5)})
     result = replay(copy.uri, 3)
     assert "version 3 is computed again from version 2 (train steps: 1)" in caplog.text
     assert (result.equal, result.metrics) == (True, {})
@@ -104,7 +108,7 @@ def test_weights_that_are_gone_are_compared_by_their_checksum(copy: RunDirectory
 def test_steps_whose_weights_are_bfloat16_come_out_equal(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "rounded"))
     policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": "bfloat16"}
-    train(run, configure(run, policy=policy, train={"iterations": 2}), BATCHES[:2])
+    bench.trained_runs.train(run, runs.configure(run, policy=policy, train={"iterations": 2}), BATCHES[:2])
     result = replay(run.uri, 1)
     assert (result.equal, result.largest_difference) == (True, 0.0)
     files.remove_folder(run.weights_dir(2))
@@ -126,14 +130,14 @@ def test_a_damaged_batch_is_named(copy: RunDirectory) -> None:
 
 
 def test_an_emulated_step_is_not_done_again(copy: RunDirectory) -> None:
-    configure(copy, engine={"kind": "emulated"})
+    runs.configure(copy, engine={"kind": "emulated"})
     code, output = sf("replay", copy.uri, "--iteration", "0")
     assert (code, "trained: the run is emulated and has no weights" in output) == (2, True), output
 
 
 def test_a_step_of_an_adapter_comes_out_equal_even_if_its_weights_are_gone(tmp_path: Path) -> None:
     settings = {"iterations": 2, "lora": {"rank": 2}}
-    run = train_run(tmp_path, settings, BATCHES[:2])
+    run = bench.trained_runs.train_run(tmp_path, settings, BATCHES[:2])
     for iteration in range(2):
         result = replay(run.uri, iteration)
         assert (result.equal, result.largest_difference, result.metrics) == (True, 0.0, {})

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from sf_core.cli.main import app
 from storage.run_directory import RunDirectory
-from tests.bench.runs import configure as write_config
-from tests.bench.runs import conversation, pretend, sample
+from tests.bench import runs
 
 
 def sf(*arguments: str) -> tuple[int, str]:
@@ -24,7 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_is_found_by_its_name_in_the_usual_folder(here: Path) -> None:
-    write_config(RunDirectory(str(here / "runs" / "mine")))
+    runs.configure(RunDirectory(str(here / "runs" / "mine")))
     for command in ("inspect", "gc"):
         assert sf(command, "mine") == sf(command, "runs/mine")
     assert sf("inspect", "mine")[0] == 0
@@ -47,8 +46,8 @@ def test_a_run_that_has_not_begun_is_told_from_none(here: Path) -> None:
 
 def test_programs_read_runs_what_can_be_removed_and_iterations_as_json(here: Path) -> None:
     run = RunDirectory(str(here / "runs" / "mine"))
-    write_config(run, train={"iterations": 3})
-    pretend(run, 3)
+    runs.configure(run, train={"iterations": 3})
+    runs.pretend(run, 3)
     [row] = json.loads(sf("ls", "--json")[1])
     assert (row["name"], row["state"], row["iterations"], row["progress"]["published"]) == (
         "mine",
@@ -60,9 +59,11 @@ def test_programs_read_runs_what_can_be_removed_and_iterations_as_json(here: Pat
     assert spared["removed"] is False
     assert {item["name"] for item in spared["items"]} >= {"weights/v00001", "weights/v00002"}
     sampled = RunDirectory(str(here / "runs" / "sampled"))
-    write_config(sampled)
-    sample(
-        sampled, 0, [conversation([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])]
+    runs.configure(sampled)
+    runs.sample(
+        sampled,
+        0,
+        [runs.conversation([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])],
     )
     [iteration] = json.loads(sf("inspect", "sampled", "--json")[1])["iterations"]
     assert (iteration["iteration"], iteration["stages"], iteration["sessions"]) == (0, ["rollout"], 1)
@@ -71,7 +72,7 @@ def test_programs_read_runs_what_can_be_removed_and_iterations_as_json(here: Pat
 
 
 def test_a_missing_folder_is_not_made_for_an_output(here: Path) -> None:
-    write_config(RunDirectory(str(here / "runs" / "mine")))
+    runs.configure(RunDirectory(str(here / "runs" / "mine")))
     page = ("report", "mine", "-o", "no/page.html")
     rows = ("export", "mine", "no/x.jsonl", "--to", "trl")
     for command in (page, rows):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import patience
+from tests.bench.waits import patience
 
 PRINTS = """
 import sys, threading

@@ -16,7 +16,7 @@ from sf_core.cli import terminal
 from sf_core.cli.live import LineProgress, RunProgress
 from sf_core.cli.serving.conversation import Printer
 from sf_core.cli.terminal import PrintableConsole, say_error
-from tests.sf_core.cli.test_live import STATUS
+from tests.sf_core.cli.status import STATUS
 
 HOSTILE = "\x1b]0;owned\x07 \x1b]52;c;b3duZWQ=\x07 \x1b[2J \x9b1A [/red]"
 SHOWN = r"\x1b]0;owned"

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from sf_core.dataplane.large import apart
-from tests.patience import until
+from tests.bench.waits import until
 
 
 async def test_two_large_requests_are_worked_on_at_a_time_and_small_ones_do_not_wait() -> None:

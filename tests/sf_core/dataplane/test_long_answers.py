@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.bench.dataplane.planes import answering, attended, running_app
-from tests.bench.dataplane.raw import LOCAL, Raw
+from tests.bench import dataplane
+from tests.bench.dataplane import planes
 
 TEXT = "the answer is 42."
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -19,8 +19,8 @@ ASK = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 def let_time_pass(url: str) -> None:
     """Returns when the time in which a request must arrive has passed twice."""
     for _ in range(2):
-        with Raw(url) as raw:
-            raw.send(f"GET /healthz HTTP/1.1\r\n{LOCAL}".encode())
+        with dataplane.raw.Raw(url) as raw:
+            raw.send(f"GET /healthz HTTP/1.1\r\n{dataplane.raw.LOCAL}".encode())
             assert raw.status() == 408
 
 
@@ -32,12 +32,12 @@ def test_neither_time_nor_newcomers_cut_answers_and_engines(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
     with (
-        running_app(request_timeout_s=0.2, max_connections=20) as url,
-        attended(url, tmp_path, model_dir) as plane,
+        planes.running_app(request_timeout_s=0.2, max_connections=20) as url,
+        planes.attended(url, tmp_path, model_dir) as plane,
         contextlib.ExitStack() as stack,
     ):
         plane.register()
-        plane.connect(answering(renderer, TEXT))
+        plane.connect(planes.answering(renderer, TEXT))
         engine = plane.engines["r0"]
         engine.steps_left = 3
         # one shows the key, the other is welcome without one
@@ -49,7 +49,7 @@ def test_neither_time_nor_newcomers_cut_answers_and_engines(
         ]
         for stream in streams:
             assert next(stream)
-        newcomers = [stack.enter_context(Raw(url)) for _ in range(60)]
+        newcomers = [stack.enter_context(dataplane.raw.Raw(url)) for _ in range(60)]
         assert newcomers[0].wait_for_end() == b""
         let_time_pass(url)
         engine.steps_left = None

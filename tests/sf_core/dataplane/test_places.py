@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.connections import MOST_REFUSED, Connections
-from tests.properties import examples
+from tests.bench.properties import examples
 
 MOST = 5
 

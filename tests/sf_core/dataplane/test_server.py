@@ -13,7 +13,7 @@ import pytest
 
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.server import serve
-from tests.patience import patience, wait_until
+from tests.bench.waits import patience, wait_until
 
 COMMAND = [sys.executable, "-m", "sf_core", "dataplane"]
 

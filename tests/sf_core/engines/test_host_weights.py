@@ -25,7 +25,7 @@ from storage.tensors import shared_memory
 from storage.tensors.weight_delta import save_delta
 from storage.tensors.weights import load_weights, pack_weights, save_weights
 from tests.bench.refusals import check_sentence
-from tests.patience import patience
+from tests.bench.waits import patience
 
 HOLD = """
 import sys

@@ -14,7 +14,7 @@ from sf_core.types import WeightsRef
 
 
 def config(max_running: int = 8) -> RunConfig:
-    script = "tests.e2e.echo_package:script"
+    script = "tests.bench.stacks.echo_package:script"
     return RunConfig.model_validate(
         {"engine": {"kind": "scripted", "script": script, "max_running": max_running}}
     )

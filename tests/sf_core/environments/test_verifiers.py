@@ -14,8 +14,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.environments.registry import environment_of
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.environments.verifiers import Verifiers
-from tests.bench.dataplane.planes import ServedPlane, answering
-from tests.bench.runners import make_runner, run_until_ready
+from tests.bench import runners
+from tests.bench.dataplane import planes
 
 PAD = "verifiers_pad"
 
@@ -63,7 +63,7 @@ def test_loading_one_leaves_the_signals_of_the_process_alone() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def run(plane: ServedPlane, environment: Verifiers) -> list[float]:
+def run(plane: planes.ServedPlane, environment: Verifiers) -> list[float]:
     rewards: list[float] = []
 
     async def reward(task: Any, answer: Any) -> float:
@@ -71,25 +71,25 @@ def run(plane: ServedPlane, environment: Verifiers) -> list[float]:
         return rewards[-1]
 
     parts = {"tasks": environment.tasks, "agent": environment.agent, "reward": reward}
-    run_until_ready(plane, make_runner(plane.url, concurrency=1, **parts))
+    runners.run_until_ready(plane, runners.make_runner(plane.url, concurrency=1, **parts))
     return rewards
 
 
 def test_its_rollout_is_the_agent_and_its_rubric_the_reward(
-    plane_process: ServedPlane, renderer: Renderer
+    plane_process: planes.ServedPlane, renderer: Renderer
 ) -> None:
     plane_process.register(group_size=1, groups_per_batch=2, num_batches=1)
-    plane_process.connect(answering(renderer, "5", "it is 6"))
+    plane_process.connect(planes.answering(renderer, "5", "it is 6"))
     assert run(plane_process, pad()) == [1.5, 0.0]
     assert plane_process.get("/runs/run")["counters"].get("failed_sessions", 0) == 0
 
 
 def test_its_tools_are_called_in_a_session_of_several_turns(
-    plane_process: ServedPlane, renderer: Renderer
+    plane_process: planes.ServedPlane, renderer: Renderer
 ) -> None:
     plane_process.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=100)
     call = '<tool_call>\n{"name": "count_letters", "arguments": {"word": "train"}}\n</tool_call>'
-    plane_process.connect(answering(renderer, call, "5"))
+    plane_process.connect(planes.answering(renderer, call, "5"))
     assert run(plane_process, pad(kind="tool")) == [1.5]
 
 

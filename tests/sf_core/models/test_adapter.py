@@ -19,15 +19,14 @@ from sf_core.models.adapter import (
 from sf_core.models.decoder import causal_attention, decoder_spec, fuse
 from sf_core.models.projections import PACKED, PLAIN, Projections
 from storage.tensors.weights import load_weights, open_weights, save_adapter
-from tests.bench.engines.model_folders import ModelFolders, linears_of
-from tests.closeness import FORWARD, assert_rounded
+from tests.bench import closeness, engines
 
 ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
 
 def make_drawn(adapter: Adapter, folder: str, seed: int) -> dict[str, torch.Tensor]:
     """Factors that do change the model."""
-    factors = make_factors(shape_factors(adapter, linears_of(folder)), seed)
+    factors = make_factors(shape_factors(adapter, engines.model_folders.linears_of(folder)), seed)
     random = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(tensor.shape, generator=random) * 0.02 if "lora_B" in name else tensor
@@ -75,7 +74,12 @@ def compute_logprobs(
     seed=st.integers(0, 9),
 )
 def test_factors_beside_the_weights_compute_what_merged_weights_do(
-    model_folders: ModelFolders, kind: str, targets: set[str], rank: int, packed: bool, seed: int
+    model_folders: engines.model_folders.ModelFolders,
+    kind: str,
+    targets: set[str],
+    rank: int,
+    packed: bool,
+    seed: int,
 ) -> None:
     folder = model_folders(kind)
     adapter = Adapter(rank, 2.0 * rank, tuple(sorted(targets)))
@@ -85,20 +89,20 @@ def test_factors_beside_the_weights_compute_what_merged_weights_do(
     beside = compute_logprobs(weights, folder, projections, factors, adapter.scale)
     merged = compute_logprobs(merge(weights, factors, adapter.scale), folder, projections)
     base = compute_logprobs(weights, folder, projections)
-    assert_rounded(beside, merged, FORWARD)
+    closeness.assert_rounded(beside, merged, closeness.FORWARD)
     assert (beside - base).abs().max() > 1e-3
 
 
-def test_first_factors_change_nothing_bit_for_bit(model_folders: ModelFolders) -> None:
+def test_first_factors_change_nothing_bit_for_bit(model_folders: engines.model_folders.ModelFolders) -> None:
     folder = model_folders("qwen3")
-    factors = make_factors(shape_factors(Adapter(8, 64.0, ALL), linears_of(folder)), 0)
+    factors = make_factors(shape_factors(Adapter(8, 64.0, ALL), engines.model_folders.linears_of(folder)), 0)
     weights = load_weights(folder)
     base = compute_logprobs(weights, folder, PLAIN)
     assert torch.equal(compute_logprobs(weights, folder, PLAIN, factors, 8.0), base)
 
 
-def test_first_factors_follow_from_the_seed_alone(model_folders: ModelFolders) -> None:
-    shapes = shape_factors(Adapter(4, 8.0, ALL), linears_of(model_folders("qwen3")))
+def test_first_factors_follow_from_the_seed_alone(model_folders: engines.model_folders.ModelFolders) -> None:
+    shapes = shape_factors(Adapter(4, 8.0, ALL), engines.model_folders.linears_of(model_folders("qwen3")))
     first = make_factors(shapes, 3)
     reordered = make_factors(dict(reversed(shapes.items())), 3)
     other = make_factors(shapes, 4)
@@ -109,8 +113,8 @@ def test_first_factors_follow_from_the_seed_alone(model_folders: ModelFolders) -
         assert tensor.abs().max() <= bound
 
 
-def test_linear_layers_are_those_of_the_blocks(model_folders: ModelFolders) -> None:
-    linears = linears_of(model_folders("llama"))
+def test_linear_layers_are_those_of_the_blocks(model_folders: engines.model_folders.ModelFolders) -> None:
+    linears = engines.model_folders.linears_of(model_folders("llama"))
     header, _ = open_weights(model_folders("llama"))
     in_blocks = {
         name for name, entry in header.entries.items() if ".layers." in name and len(entry.shape) == 2
@@ -120,7 +124,9 @@ def test_linear_layers_are_those_of_the_blocks(model_folders: ModelFolders) -> N
     }
 
 
-def test_peft_reads_what_is_written(model_folders: ModelFolders, tmp_path: Path) -> None:
+def test_peft_reads_what_is_written(
+    model_folders: engines.model_folders.ModelFolders, tmp_path: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -133,11 +139,11 @@ def test_peft_reads_what_is_written(model_folders: ModelFolders, tmp_path: Path)
     with torch.inference_mode():
         expected = model(ids).logits.log_softmax(-1)[0]
     beside = compute_logprobs(load_weights(folder), folder, PLAIN, factors, adapter.scale)
-    assert_rounded(beside[:12], expected, FORWARD)
+    closeness.assert_rounded(beside[:12], expected, closeness.FORWARD)
     assert read_adapter(str(tmp_path)) == adapter
 
 
-def test_what_peft_writes_is_read(model_folders: ModelFolders, tmp_path: Path) -> None:
+def test_what_peft_writes_is_read(model_folders: engines.model_folders.ModelFolders, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -147,13 +153,13 @@ def test_what_peft_writes_is_read(model_folders: ModelFolders, tmp_path: Path) -
     )
     adapter = read_adapter(str(tmp_path))
     assert adapter == Adapter(4, 6.0, ("o_proj", "q_proj"))
-    shapes = shape_factors(adapter, linears_of(model_folders("qwen3")))
+    shapes = shape_factors(adapter, engines.model_folders.linears_of(model_folders("qwen3")))
     assert {name: tensor.shape for name, tensor in load_weights(str(tmp_path)).items()} == shapes
 
 
 @pytest.mark.parametrize("init", [True, "gaussian", "orthogonal", "pissa", "olora"])
 def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
-    model_folders: ModelFolders, tmp_path: Path, init: bool | str
+    model_folders: engines.model_folders.ModelFolders, tmp_path: Path, init: bool | str
 ) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -174,7 +180,7 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
     plain = AutoModelForCausalLM.from_pretrained(folder)
     plain.load_state_dict(merged, strict=False)
     with torch.inference_mode():
-        assert_rounded(plain(ids).logits, model(ids).logits, FORWARD)
+        closeness.assert_rounded(plain(ids).logits, model(ids).logits, closeness.FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +236,10 @@ def test_an_unreadable_description_is_named(tmp_path: Path, content: str | None)
         read_adapter(str(tmp_path))
 
 
-def test_a_target_that_no_layer_has_is_named_with_those_there_are(model_folders: ModelFolders) -> None:
-    linears = linears_of(model_folders("qwen3"))
+def test_a_target_that_no_layer_has_is_named_with_those_there_are(
+    model_folders: engines.model_folders.ModelFolders,
+) -> None:
+    linears = engines.model_folders.linears_of(model_folders("qwen3"))
     with pytest.raises(ValueError) as refused:
         shape_factors(Adapter(4, 8.0, ("lm_head", "q_proj")), linears)
     assert str(refused.value) == (

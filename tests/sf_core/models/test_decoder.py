@@ -3,8 +3,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from sf_core.models.decoder import Decoder, DecoderSpec, causal_attention, decoder_spec, fuse
+from tests.bench import closeness
 from tests.bench.engines.model_folders import ModelFolders
-from tests.closeness import FORWARD, assert_gradients, assert_rounded
 
 
 def causal_forward(
@@ -30,7 +30,7 @@ def test_forward_equals_transformers(model_folders: ModelFolders, kind: str) -> 
     ids = torch.randint(0, 60, (3, 50))
     with torch.no_grad():
         decoder, hidden = causal_forward(_params(model), spec, ids)
-        assert_rounded(decoder.head(hidden), model(ids).logits, FORWARD)
+        closeness.assert_rounded(decoder.head(hidden), model(ids).logits, closeness.FORWARD)
 
 
 def test_gradients_equal_those_of_transformers_for_every_parameter(model_folders: ModelFolders) -> None:
@@ -42,7 +42,7 @@ def test_gradients_equal_those_of_transformers_for_every_parameter(model_folders
     decoder, hidden = causal_forward(params, spec, ids)
     decoder.head(hidden).log_softmax(-1)[..., 7].mean().backward()
     model(ids).logits.log_softmax(-1)[..., 7].mean().backward()
-    assert_gradients(
+    closeness.assert_gradients(
         {name: tensor.grad for name, tensor in params.items()},
         {name: parameter.grad for name, parameter in model.named_parameters()},
     )
@@ -56,7 +56,7 @@ def test_right_padding_changes_nothing_before_it(model_folders: ModelFolders) ->
     with torch.no_grad():
         _, short = causal_forward(_params(model), spec, ids[:, :20])
         _, long = causal_forward(_params(model), spec, ids)
-    assert_rounded(long[:, :20], short, FORWARD)
+    closeness.assert_rounded(long[:, :20], short, closeness.FORWARD)
 
 
 def test_configs_it_cannot_run_are_left_to_transformers() -> None:

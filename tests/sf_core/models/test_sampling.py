@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sf_core.models import scoring
 from sf_core.models.counter import uniforms
 from sf_core.models.sampling import sample
-from tests.closeness import assert_rounded
-from tests.properties import examples
+from tests.bench.closeness import assert_rounded
+from tests.bench.properties import examples
 
 
 def draw(

@@ -9,9 +9,9 @@ import torch
 
 from sf_core.models import scoring
 from sf_core.models.scoring import Split, Target, score
-from tests.closeness import assert_rounded
-from tests.memory import peak_bytes
-from tests.patience import patience
+from tests.bench.closeness import assert_rounded
+from tests.bench.memory import peak_bytes
+from tests.bench.waits import patience
 
 VOCABULARY = 40
 WIDTH = 16

@@ -12,9 +12,9 @@ import pytest
 from sf_core.pictures.apart import DecoderError, SlowPictureError, fit_apart
 from sf_core.pictures.fitting import fit_picture
 from sf_core.pictures.sight import Sight
-from tests.bench.dataplane.heavy_pictures import LARGE_WEBP, many_chunks, many_scans
+from tests.bench import waits
+from tests.bench.dataplane import heavy_pictures
 from tests.bench.dataplane.pictures import png
-from tests.patience import join, wait_until
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
 MUCH_S = 1000.0
@@ -34,7 +34,7 @@ def decoders() -> set[psutil.Process]:
 
 
 def test_pictures_are_as_without_a_process() -> None:
-    for data in (png("red"), png((1, 2, 3), (300, 200)), many_scans(3)):
+    for data in (png("red"), png((1, 2, 3), (300, 200)), heavy_pictures.many_scans(3)):
         assert fit_apart(data, SIGHT, MUCH_S) == fit_picture(data, SIGHT)
 
 
@@ -46,7 +46,9 @@ def test_refusals_are_as_without_a_process() -> None:
     assert str(refused.value) == str(expected.value)
 
 
-@pytest.mark.parametrize("data", [many_scans(2000), many_chunks(200_000)], ids=["scans", "chunks"])
+@pytest.mark.parametrize(
+    "data", [heavy_pictures.many_scans(2000), heavy_pictures.many_chunks(200_000)], ids=["scans", "chunks"]
+)
 def test_the_cpu_time_of_a_picture_has_a_limit(data: bytes) -> None:
     with pytest.raises(SlowPictureError) as refused:
         fit_apart(data, SIGHT, 0.05)
@@ -60,7 +62,7 @@ def test_the_cpu_time_of_a_picture_has_a_limit(data: bytes) -> None:
 
 def test_memory_has_a_limit() -> None:
     with pytest.raises(ValueError) as refused:
-        fit_apart(LARGE_WEBP, SIGHT, MUCH_S)
+        fit_apart(heavy_pictures.LARGE_WEBP, SIGHT, MUCH_S)
     assert str(refused.value) == (
         "the picture takes more than 1024 MiB of memory to decode, which is the limit"
     )
@@ -87,10 +89,10 @@ def test_a_decoder_that_was_killed_has_a_successor() -> None:
         fit_apart(png("red"), SIGHT, MUCH_S)
         [idle] = decoders() - before
         idle.kill()
-        wait_until(lambda: not idle.is_running() or idle.status() == psutil.STATUS_ZOMBIE)
+        waits.wait_until(lambda: not idle.is_running() or idle.status() == psutil.STATUS_ZOMBIE)
         fit_apart(png("red"), SIGHT, MUCH_S)
         try:
-            fit_apart(many_scans(200_000), SIGHT, MUCH_S)
+            fit_apart(heavy_pictures.many_scans(200_000), SIGHT, MUCH_S)
         except DecoderError as error:
             failures.append(error)
         fit_apart(png("red"), SIGHT, MUCH_S)
@@ -98,8 +100,8 @@ def test_a_decoder_that_was_killed_has_a_successor() -> None:
 
     thread = threading.Thread(target=decode)
     thread.start()
-    wait_until(lambda: any(process.cpu_times().user > 0.6 for process in decoders() - before))
+    waits.wait_until(lambda: any(process.cpu_times().user > 0.6 for process in decoders() - before))
     for process in decoders() - before:
         process.kill()
-    join(thread)
+    waits.join(thread)
     assert [str(failure) for failure in failures] == ["a decoder has ended with status -9", ""]

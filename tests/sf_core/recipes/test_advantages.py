@@ -25,14 +25,14 @@ from sf_core.recipes.advantages import (
 )
 from sf_core.recipes.rewards import ABSOLUTE, RELATIVE, are_equal
 from sf_core.recipes.samples import Samples
-from tests.closeness import assert_rounded
-from tests.sf_core.recipes.batches import of_sessions, samples, turns
+from tests.bench.closeness import assert_rounded
+from tests.sf_core.recipes import batches
 
 sessions = st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(0, 4)), min_size=1, max_size=40)
 
 
 def advantages(advantage: Advantage, rewards: Any, groups: Any) -> np.ndarray:
-    return of_sessions(advantage(samples(rewards, groups)))
+    return batches.of_sessions(advantage(batches.samples(rewards, groups)))
 
 
 def nearly_zero(rewards: np.ndarray) -> float:
@@ -157,26 +157,30 @@ def test_a_group_that_earned_nothing_is_relative_to_nothing() -> None:
 def test_a_single_session_and_a_batch_of_none_are_no_error(advantage: Advantage) -> None:
     assert np.isfinite(advantages(advantage, [3.0], [0])).all()
     masks = [np.zeros(3, np.bool_)]
-    assert not np.any(advantage(samples([3.0], [0], masks=masks)))
+    assert not np.any(advantage(batches.samples([3.0], [0], masks=masks)))
 
 
 def test_branches_of_a_session_neither_move_the_mean_of_their_group_nor_widen_it() -> None:
     three = {"masks": [np.array([False, True, True])] * 6, "versions": [np.zeros(3, np.int32)] * 6}
-    drawn = samples([3.0, 1.0, 5.0, 5.0], [7, 7, 2, 2], sessions=np.array([0, 0, 0, 1, 2, 3]), **three)
-    assert of_sessions(Grpo(scale="none")(drawn)).tolist() == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0]
+    drawn = batches.samples(
+        [3.0, 1.0, 5.0, 5.0], [7, 7, 2, 2], sessions=np.array([0, 0, 0, 1, 2, 3]), **three
+    )
+    assert batches.of_sessions(Grpo(scale="none")(drawn)).tolist() == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0]
 
 
 def test_a_role_is_compared_with_itself_over_all_groups() -> None:
     environments = ["first", "second", "first", "second"]
-    drawn = samples([1.0, 0.0, 0.5, 0.5], [0, 1, 2, 3], environments=environments)
-    assert of_sessions(RoleBaseline()(drawn)).tolist() == [0.25, -0.25, -0.25, 0.25]
+    drawn = batches.samples([1.0, 0.0, 0.5, 0.5], [0, 1, 2, 3], environments=environments)
+    assert batches.of_sessions(RoleBaseline()(drawn)).tolist() == [0.25, -0.25, -0.25, 0.25]
 
 
 def test_turns_are_compared_by_their_number_in_what_they_earned_from_there_on() -> None:
     masks = [np.array([False, True, False, True, True])] * 5
     answers = [(row, at, at + 1 + (at > 1), reward) for row, at, reward in STEPS]
     versions = {"masks": masks, "versions": [np.zeros(5, np.int32)] * 5}
-    drawn = samples([2.0, 1.0, 0.0, 9.0, 9.0], [0, 0, 0, 1, 1], turns=turns(*answers), **versions)
+    drawn = batches.samples(
+        [2.0, 1.0, 0.0, 9.0, 9.0], [0, 0, 0, 1, 1], turns=batches.turns(*answers), **versions
+    )
     found = np.array(TwoLevel(gamma=0.5, omega=2.0)(drawn))
     assert np.array_equal(found[3] != 0, masks[3]) and np.array_equal(found[3], -found[4])
     found = found[:3]
@@ -200,8 +204,8 @@ def test_a_turn_that_two_branches_hold_counts_once_among_its_peers() -> None:
     first = np.array([True, True, False])
     fork = np.array([False, False, True])
     shared = {"sessions": np.array([0, 0, 1]), "masks": [first, fork, first]}
-    answers = turns((0, 0, 1, 3.0), (0, 1, 2, 0.0), (1, 0, 1, 3.0), (1, 2, 3, 0.0), (2, 0, 1, 1.0))
-    drawn = samples([1.0, 1.0], [0, 0], turns=answers, versions=[np.zeros(3, np.int32)] * 3, **shared)
+    answers = batches.turns((0, 0, 1, 3.0), (0, 1, 2, 0.0), (1, 0, 1, 3.0), (1, 2, 3, 0.0), (2, 0, 1, 1.0))
+    drawn = batches.samples([1.0, 1.0], [0, 0], turns=answers, versions=[np.zeros(3, np.int32)] * 3, **shared)
     found = TwoLevel()(drawn)
     np.testing.assert_allclose(found, [[0.5**0.5, 0, 0], [0, 0, 0], [-(0.5**0.5), 0, 0]], atol=1e-5)
 
@@ -227,14 +231,14 @@ def test_what_branches_share_earns_the_mean_of_all_that_hold_it(data: st.DataObj
     size = len(set(sessions))
     rewards = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
     steps = data.draw(st.lists(st.integers(0, 3), min_size=len(masks), max_size=len(masks)))
-    drawn = samples(
+    drawn = batches.samples(
         rewards,
         [0] * size,
         sessions=np.array(sessions),
         masks=masks,
         parents=np.array(parents),
         shared=np.array(shared),
-        turns=turns(*((row, 0, 1, earned) for row, earned in enumerate(steps))),
+        turns=batches.turns(*((row, 0, 1, earned) for row, earned in enumerate(steps))),
     )
     leaves = np.array([rewards[session] + step for session, step in zip(sessions, steps, strict=True)])
     scores = (leaves - leaves.mean()) / (deviation(leaves, 1) + EPSILON)
@@ -271,15 +275,15 @@ def test_a_pair_has_the_gradient_of_the_pairwise_loss(drawn: list[tuple[float, .
         return [np.array([9.0, *row], np.float32) for row in values.detach().numpy()]
 
     scores = {"start": rows(policy), "reference": rows(reference)}
-    given_to = samples([0.5, 0.0, 1.0, 0.0], [0, 0, 0, 0], scores=scores, logprobs=rows(sampled))
-    found = of_sessions(Pair(eta=eta, ratio=ratio)(given_to))
+    given_to = batches.samples([0.5, 0.0, 1.0, 0.0], [0, 0, 0, 0], scores=scores, logprobs=rows(sampled))
+    found = batches.of_sessions(Pair(eta=eta, ratio=ratio)(given_to))
     terms = [abs(float(term)) for term in (of_policy, of_reference, of_sampled)]
     assert_rounded(found, -gradient[:, 0], 2, scale=2 * max(*terms, 1 / (2 * eta)))
 
 
 def test_a_group_of_equal_rewards_is_no_pair() -> None:
     scores = {"start": [np.zeros(3, np.float32)] * 2, "reference": [np.zeros(3, np.float32)] * 2}
-    assert not np.any(Pair()(samples([1.0, 1.0], [0, 0], scores=scores)))
+    assert not np.any(Pair()(batches.samples([1.0, 1.0], [0, 0], scores=scores)))
 
 
 def naive_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -304,8 +308,8 @@ def test_gae_goes_over_trained_tokens_alone(
     mask = np.array([m for m, _ in tokens])
     values = np.array([v for _, v in tokens], np.float32)
     scores = {"values": [np.where(mask, values, 0).astype(np.float32)]}
-    answer = turns((0, 0, (mask.argmax() if mask.any() else 0) + 1, step))
-    drawn = samples([1.5], [0], masks=[mask], scores=scores, turns=answer)
+    answer = batches.turns((0, 0, (mask.argmax() if mask.any() else 0) + 1, step))
+    drawn = batches.samples([1.5], [0], masks=[mask], scores=scores, turns=answer)
     gae = Gae(gamma=gamma, lam=lam, whiten=False)
     own = values[mask].astype(float).tolist()
     rewards = np.array([0.0] * (len(own) - 1) + [1.5])
@@ -321,7 +325,7 @@ def test_gae_goes_over_trained_tokens_alone(
 
 def test_gae_is_whitened_over_the_tokens_of_the_batch_and_returns_are_not() -> None:
     scores = {"values": [np.array([0, 0.5, 1.0], np.float32), np.array([0, -0.5, 0.0], np.float32)]}
-    drawn = samples([1.0, 3.0], [0, 1], scores=scores)
+    drawn = batches.samples([1.0, 3.0], [0, 1], scores=scores)
     found = np.concatenate([row[1:] for row in Gae(lam=1.0)(drawn)])
     raw = np.array([0.5, 0.0, 3.5, 3.0])
     np.testing.assert_allclose(found, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-5)

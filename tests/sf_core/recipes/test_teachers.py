@@ -8,7 +8,7 @@ from sf_core.recipes.advantages import Grpo, NoAdvantage
 from sf_core.recipes.samples import Samples
 from sf_core.recipes.teachers import Teacher
 from sf_core.recipes.weights import Fresh, weigh
-from tests.closeness import assert_rounded
+from tests.bench.closeness import assert_rounded
 from tests.sf_core.recipes.batches import samples
 
 LOGPROBS = arrays(np.float32, 12, elements=st.floats(-20, 0, width=32))

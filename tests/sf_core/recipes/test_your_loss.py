@@ -14,8 +14,8 @@ from sf_core.config.yaml_file import load_config
 from sf_core.recipes.weights import weigh
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
-from tests.bench.training.batches import grouped_rows, make_batch
-from tests.sf_core.recipes.batches import of_sessions, samples
+from tests.bench import training
+from tests.sf_core.recipes import batches
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "training" / "your-loss.md").read_text(
     encoding="utf-8"
@@ -34,15 +34,17 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def test_the_advantage_and_the_weight_of_the_page_are_those_that_it_describes(config: RunConfig) -> None:
-    drawn = samples([0.0, 1.0, 5.0], [0, 0, 0], logprobs=[np.array([0, -0.01, -2], np.float32)] * 3)
+    drawn = batches.samples([0.0, 1.0, 5.0], [0, 0, 0], logprobs=[np.array([0, -0.01, -2], np.float32)] * 3)
     advantages, factors = weigh(drawn, config.train.advantage, config.train.weights)
-    assert of_sessions(advantages).tolist() == [-1.0, 0.0, 4.0]
+    assert batches.of_sessions(advantages).tolist() == [-1.0, 0.0, 4.0]
     assert [row.tolist() for row in factors] == [[1.0, 0.5, 1.0]] * 3
 
 
 def test_the_loss_of_the_page_trains_a_policy(config: RunConfig, two_layer_policy: str) -> None:
     settings = config.train.model_copy(update={"learning_rate": 1e-3})
     trainer = ModelTrainer(partial(TorchModel, two_layer_policy), settings, seed=0)
-    batch = make_batch(grouped_rows(num_groups=4, group_size=4), logprob=-4.0, group_size=4)
+    batch = training.batches.make_batch(
+        training.batches.grouped_rows(num_groups=4, group_size=4), logprob=-4.0, group_size=4
+    )
     losses = [trainer.step(batch)["loss"] for _ in range(4)]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]

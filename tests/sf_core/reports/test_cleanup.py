@@ -6,18 +6,12 @@ import hashlib
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.config import PolicyConfig
-from sf_core.dataplane_key import account_key
-from sf_core.models.builtin import make_policy
 from sf_core.reports import cleanup, states
 from sf_core.reports.cleanup import Keep, find_spare_checkpoints, find_spare_weights, find_spares
 from sf_core.reports.states import is_served
@@ -27,12 +21,9 @@ from storage.attempts import Attempt
 from storage.media import PictureSpan, media_file, store_picture
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.trajectories import write_trajectories
-from tests.bench.ages import age
+from tests import bench
+from tests.bench import runs
 from tests.bench.commands import sf
-from tests.bench.dataplane.planes import ServedPlane, running_app
-from tests.bench.runs import commit, configure, pretend
-from tests.properties import examples
-from tests.sf_core.reports.test_tables import trajectory
 
 
 @pytest.fixture
@@ -45,23 +36,10 @@ def make(
 ) -> RunDirectory:
     """A run of four iterations whose attempt alone names its data plane."""
     run = RunDirectory(str(root / name))
-    configure(run, train={"iterations": 4})
+    runs.configure(run, train={"iterations": 4})
     run.begin_attempt(Attempt(dataplane=url, host=host))
-    pretend(run, iterations, finished=iterations == 4)
+    runs.pretend(run, iterations, finished=iterations == 4)
     return run
-
-
-@contextmanager
-def served(
-    root: Path, name: str, key: str | None = None, port: int = 0
-) -> Iterator[tuple[str, httpx.Client]]:
-    """A data plane that serves a run of this name."""
-    model = root.parent / "model"
-    make_policy(str(model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    headers = {"Authorization": f"Bearer {key or account_key()}"}
-    with running_app(key=key, port=port) as url, httpx.Client(base_url=url, headers=headers) as http:
-        ServedPlane(url, http, root, str(model)).register(run_id=name, run_dir=str(root / name))
-        yield url, http
 
 
 def names(run: RunDirectory, **keep: int | bool) -> list[str]:
@@ -78,7 +56,7 @@ def test_old_checkpoints_and_weights_go_and_the_newest_stay(root: Path) -> None:
 
 def test_some_checkpoints_stay_for_good(root: Path) -> None:
     run = make(root, "a", 4)
-    configure(run, train={"iterations": 4, "keep_every": 2})
+    runs.configure(run, train={"iterations": 4, "keep_every": 2})
     assert names(run, weights=9) == ["checkpoints/00001", "checkpoints/00003"]
     files.remove(run.checkpoint_dir(2) + "/state.json")
     assert names(run, weights=9) == [f"checkpoints/0000{version}" for version in (1, 2, 3)]
@@ -87,7 +65,7 @@ def test_some_checkpoints_stay_for_good(root: Path) -> None:
 def test_versions_stay_that_steps_to_come_are_measured_by(root: Path) -> None:
     run = make(root, "a", 3)
     loss = {"kl": {"coefficient": 1.0, "renew_every": 2}}
-    configure(run, train={"iterations": 4, "loss": loss})
+    runs.configure(run, train={"iterations": 4, "loss": loss})
     # of the steps after checkpoint 3 the first is measured by version 2
     assert names(run) == ["checkpoints/00001", "checkpoints/00002", "weights/v00001"]
     # and that after checkpoint 1 by version 0, which is the start folder
@@ -96,9 +74,9 @@ def test_versions_stay_that_steps_to_come_are_measured_by(root: Path) -> None:
 
 @pytest.mark.parametrize(("keep", "gone"), [(1, [1, 2]), (2, [1]), (3, []), (9, [])])
 def test_a_run_itself_removes_old_checkpoints_while_it_trains(root: Path, keep: int, gone: list[int]) -> None:
-    with served(root, "a") as (url, _):
+    with bench.reports.cleanup.served(root, "a") as (url, _):
         run = make(root, "a", 4, url=url)
-        config = configure(run, train={"keep_checkpoints": keep}).train
+        config = runs.configure(run, train={"keep_checkpoints": keep}).train
         # the one of version 4 may be written again: its step is not committed
         spares = find_spare_checkpoints(run, 3, config)
         assert [spare.uri for spare in spares] == [run.checkpoint_dir(version) for version in gone]
@@ -109,7 +87,7 @@ def test_a_run_itself_removes_old_versions_while_it_goes_on(
     root: Path, keep: int | None, gone: list[int]
 ) -> None:
     run = make(root, "a", 3)
-    config = configure(run, train={"keep_weights": keep})
+    config = runs.configure(run, train={"keep_weights": keep})
     # version 3 is being published
     assert [spare.uri for spare in find_spare_weights(run, 2, config)] == [run.weights_dir(v) for v in gone]
 
@@ -118,14 +96,14 @@ def test_of_large_versions_the_newest_and_every_tenth_stay(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(root, "a", 13)
-    config = configure(run)
+    config = runs.configure(run)
     assert find_spare_weights(run, 12, config) == []
     monkeypatch.setattr(cleanup, "SMALL_BYTES", 1)
     gone = {spare.uri for spare in find_spare_weights(run, 12, config)}
     assert gone == {run.weights_dir(version) for version in range(1, 11) if version != 10}
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=bench.properties.examples(30))
 @given(
     keep=st.integers(1, 4),
     every=st.integers(1, 12),
@@ -149,14 +127,14 @@ def test_a_run_never_removes_a_version_that_something_names(
     train: dict[str, object] = {"keep_weights": keep, "iterations": 14}
     if renew is not None:
         train["loss"] = {"kl": {"coefficient": 1.0, "renew_every": renew}}
-    config = configure(run, train=train, evaluate={"every": every})
+    config = runs.configure(run, train=train, evaluate={"every": every})
     files.write_atomic(f"{run.start_dir}/config.json", b"{}")
     named = evaluated | apart | held | set(range(0, 15, 10)) | set(range(0, 15, every))
     kl = config.train.loss.kl
     for version in range(1, 15):
-        pretend(run, version, first=version - 1, finished=False)
+        runs.pretend(run, version, first=version - 1, finished=False)
         if version in evaluated:
-            commit(run, version, "evaluate")
+            runs.commit(run, version, "evaluate")
         if version in apart:
             files.write_atomic(f"{run.measured_dir}/v{version:05d}-0a1b2c3d/config.json", b"{}")
         for spare in find_spare_weights(run, version - 1, config, {v for v in held if v <= version}):
@@ -217,7 +195,7 @@ def test_what_killed_writers_left_goes(root: Path) -> None:
     for folder in (*folders, run.uri):
         files.write_atomic(f"{folder}/{name}", b"half")
     with files.writer(run.partition("opened", 3) + "/x.parquet"):
-        age(run.uri)
+        bench.ages.age(run.uri)
         found = names(run)
     # that of version 1 goes with its folder, and that of a writer which is alive stays
     assert found[4:] == [
@@ -234,11 +212,11 @@ def test_a_measurement_that_was_interrupted_goes_and_one_with_a_result_stays(roo
     run = make(root, "r", 4)
     for name in ("v00004-aaaaaaaa", "v00003-bbbbbbbb"):
         measured = RunDirectory(run.path(f"measured/{name}"))
-        configure(measured)
+        runs.configure(measured)
         files.write_atomic(f"{measured.start_dir}/model.safetensors", b"weights")
-    commit(measured, 0, "evaluate", data={"reward_mean": 0.5})
+    runs.commit(measured, 0, "evaluate", data={"reward_mean": 0.5})
     assert names(run, checkpoints=9, weights=9) == ["measured/v00004-aaaaaaaa"]
-    with served(root / "r" / "measured", "v00004-aaaaaaaa") as (url, _):
+    with bench.reports.cleanup.served(root / "r" / "measured", "v00004-aaaaaaaa") as (url, _):
         RunDirectory(run.path("measured/v00004-aaaaaaaa")).begin_attempt(Attempt(dataplane=url))
         assert names(run, checkpoints=9, weights=9) == []
 
@@ -280,7 +258,9 @@ def test_pictures_that_nobody_was_shown_go_from_a_finished_run(root: Path) -> No
     for run in (going, finished):
         seen = store_picture(run.media_dir, b"seen")
         _ = store_picture(run.media_dir, b"unseen")
-        row = trajectory("s", [-1, -1, 0], images=[PictureSpan(seen, 0, 2, 28, 56)], turns=[])
+        row = bench.reports.tables.trajectory(
+            "s", [-1, -1, 0], images=[PictureSpan(seen, 0, 2, 28, 56)], turns=[]
+        )
         write_trajectories(run, 7, [row], "part", "evaluations", sees=True)
     unseen = hashlib.sha256(b"unseen").hexdigest()
     assert not any("media" in name for name in names(going))
@@ -292,7 +272,7 @@ def test_pictures_that_nobody_was_shown_go_from_a_finished_run(root: Path) -> No
 def test_pictures_of_a_run_that_a_data_plane_knows_stay(root: Path) -> None:
     finished = make(root, "a", 4)
     store_picture(finished.media_dir, b"unseen")
-    with served(root, "a") as (url, _):
+    with bench.reports.cleanup.served(root, "a") as (url, _):
         finished.begin_attempt(Attempt(dataplane=url, host=socket.gethostname()))
         assert not any("media" in name for name in names(finished))
 
@@ -319,8 +299,8 @@ def test_nothing_is_removed_without_yes(root: Path) -> None:
 
 def test_object_stores_are_cleaned_too(tmp_path: Path) -> None:
     run = RunDirectory("memory://cleanup/runs/a")
-    configure(run, train={"iterations": 4})
-    pretend(run, 3)
+    runs.configure(run, train={"iterations": 4})
+    runs.pretend(run, 3)
     assert sf("gc", "memory://cleanup/runs", "--yes")[0] == 0
     assert names(run) == []
     assert files.exists(run.weights_dir(3) + "/model.safetensors")
@@ -328,7 +308,7 @@ def test_object_stores_are_cleaned_too(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_worked_on_is_refused_and_left_alone_among_others(root: Path) -> None:
-    with served(root, "busy") as (url, http):
+    with bench.reports.cleanup.served(root, "busy") as (url, http):
         busy = make(root, "busy", 3, url=url)
         idle = make(root, "idle", 3)
         code, output = sf("gc", busy.uri, "--yes")
@@ -343,15 +323,15 @@ def test_a_run_that_is_worked_on_is_refused_and_left_alone_among_others(root: Pa
 
 
 def test_a_run_without_an_attempt_is_nobodys(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(root, "busy") as (url, _):
+    with bench.reports.cleanup.served(root, "busy") as (url, _):
         run = make(root, "busy", 3)
-        configure(run, train={"iterations": 4}, dataplane={"url": url})
+        runs.configure(run, train={"iterations": 4}, dataplane={"url": url})
         monkeypatch.setenv("SF_DATAPLANE_URL", url)
         assert is_served(run) == "no"
 
 
 def test_a_copy_of_a_run_that_is_worked_on_is_nobodys(root: Path) -> None:
-    with served(root, "busy") as (url, _):
+    with bench.reports.cleanup.served(root, "busy") as (url, _):
         busy = make(root, "busy", 3, url=url)
         shutil.copytree(busy.uri, root.parent / "copy" / "busy")
         copy = RunDirectory(str(root.parent / "copy" / "busy"))
@@ -362,7 +342,7 @@ def test_a_copy_of_a_run_that_is_worked_on_is_nobodys(root: Path) -> None:
 
 
 def test_a_journal_that_a_data_plane_has_open_stays(root: Path) -> None:
-    with served(root, "a") as (url, http):
+    with bench.reports.cleanup.served(root, "a") as (url, http):
         run = make(root, "a", 4, url=url)
         http.post("/runs/a/release", json={})
         assert "journal" not in names(run, journals=False)
@@ -370,7 +350,7 @@ def test_a_journal_that_a_data_plane_has_open_stays(root: Path) -> None:
 
 def test_a_data_plane_that_wants_another_key_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SF_DATAPLANE_KEY", "wrong")
-    with served(root, "a", key="right") as (url, _):
+    with bench.reports.cleanup.served(root, "a", key="right") as (url, _):
         run = make(root, "a", 3, url=url)
         code, output = sf("gc", run.uri)
         assert "a unknown 3/4" in sf("ls", run.uri)[1]
@@ -432,10 +412,10 @@ def test_before_anything_is_removed_data_planes_that_are_away_may_come_back(
 
 def test_a_run_that_was_given_more_iterations_is_finished_when_they_are_summed_up(root: Path) -> None:
     run = make(root, "a", 4)
-    configure(run, train={"iterations": 5})
+    runs.configure(run, train={"iterations": 5})
     assert "a stopped 4/5" in sf("ls", run.uri)[1]
     for stage in STAGES:
-        commit(run, 4, stage)
+        runs.commit(run, 4, stage)
     assert "a stopped 5/5" in sf("ls", run.uri)[1]
     assert "journal" not in names(run, journals=False)
     run.write_summary({"iterations": 5})
@@ -448,7 +428,7 @@ def test_a_run_that_was_given_more_iterations_is_finished_when_they_are_summed_u
 def test_the_list_shows_state_iterations_rewards_and_size(root: Path) -> None:
     make(root, "a", 4)
     stopped = make(root, "b", 2)
-    commit(stopped, 1, "evaluate", data={"reward_mean": 0.75})
+    runs.commit(stopped, 1, "evaluate", data={"reward_mean": 0.75})
     files.write_atomic(str(root / "broken" / "config.json"), b"{")
     files.write_atomic(str(root / "other" / "file"), b"x" * 2_000_000)
     code, output = sf("ls", str(root))

@@ -15,35 +15,38 @@ from sf_core.reports.run_page import RunPage
 from sf_core.reports.summary import summarise
 from sf_core.reports.view import RunView, stage_time
 from storage.run_directory import STAGES, RunDirectory
+from tests.bench import runs
 from tests.bench.commands import sf
-from tests.bench.runs import commit, configure
-from tests.sf_core.reports.html.report_runs import AT, commit_iteration, talk
+from tests.bench.reports import report_runs
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     made = RunDirectory(str(tmp_path / "run-1"))
-    configure(made, train={"iterations": 2})
-    commit(made, None, "start", data={"started_at": AT})
-    rows = [talk(f"run-1.g{n}.0.a1", "hello", "hi", [n], started_at=9.0, finished_at=2.0) for n in range(2)]
-    commit_iteration(made, 0, rows[:1])
+    runs.configure(made, train={"iterations": 2})
+    runs.commit(made, None, "start", data={"started_at": report_runs.AT})
+    rows = [
+        report_runs.talk(f"run-1.g{n}.0.a1", "hello", "hi", [n], started_at=9.0, finished_at=2.0)
+        for n in range(2)
+    ]
+    report_runs.commit_iteration(made, 0, rows[:1])
     other = RunDirectory(str(tmp_path / "other" / "run-1"))
-    commit_iteration(other, 1, rows[1:])
+    report_runs.commit_iteration(other, 1, rows[1:])
     for number, stage in enumerate(STAGES):
         outputs = other.read_committed(1, stage).outputs
         for ref in outputs:
             Path(made.path(ref.uri)).parent.mkdir(parents=True, exist_ok=True)
             Path(other.path(ref.uri)).rename(made.path(ref.uri))
-        times = {"started_at": AT - 500 + number, "finished_at": AT - 500}
+        times = {"started_at": report_runs.AT - 500 + number, "finished_at": report_runs.AT - 500}
         data = other.read_committed(1, stage).data | times
-        commit(made, 1, stage, outputs=outputs, data=data)
+        runs.commit(made, 1, stage, outputs=outputs, data=data)
     return made
 
 
 def test_an_iteration_of_unknown_length_has_no_speed(run: RunDirectory) -> None:
     iteration = RunView(run).iteration(1)
     assert (iteration.seconds, iteration.tokens_per_second) == (0.0, None)
-    assert stage_time(run.read_committed(1, "publish")) == (AT - 497, AT - 497)
+    assert stage_time(run.read_committed(1, "publish")) == (report_runs.AT - 497, report_runs.AT - 497)
     assert RunView(run).iteration(0).tokens_per_second == 7.0
 
 
@@ -64,8 +67,8 @@ def test_the_summary_of_a_run_without_a_length_has_no_speed(run: RunDirectory) -
     for stage in STAGES:
         Path(run.manifest_file(0, stage)).unlink()
         manifest = run.read_committed(1, stage)
-        commit(run, 0, stage, outputs=manifest.outputs, data=manifest.data)
-    config = configure(run, train={"iterations": 1})
+        runs.commit(run, 0, stage, outputs=manifest.outputs, data=manifest.data)
+    config = runs.configure(run, train={"iterations": 1})
     summary = summarise(RunView(run), config)
     assert (summary["seconds_rl"], summary["tokens_per_second"]) == (0, None)
     assert summary["seconds_total"] >= 0

@@ -19,8 +19,8 @@ from storage.media import PictureSpan
 from storage.run_directory import RunDirectory
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import write_trajectories
+from tests.bench import runs
 from tests.bench.commands import sf
-from tests.bench.runs import configure, conversation, sample
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "What is 2+2 and 3+3? \N{GREEK SMALL LETTER PI}"}
@@ -47,10 +47,10 @@ FOLLOW_UP = [USER, ANSWER, {"role": "user", "content": "sure?"}, THOUGHT]
 @pytest.fixture
 def sampled_run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(str(tmp_path / "run-1"))
-    configure(run)
-    sample(run, 0, [conversation(TOOL_USE)])
+    runs.configure(run)
+    runs.sample(run, 0, [runs.conversation(TOOL_USE)])
     # the first answer was given, not sampled
-    sample(run, 1, [conversation(FOLLOW_UP, given=2, session_id="s1", reward=1.0)])
+    runs.sample(run, 1, [runs.conversation(FOLLOW_UP, given=2, session_id="s1", reward=1.0)])
     return run
 
 
@@ -151,16 +151,16 @@ def test_atif_has_a_document_per_session_with_calls_and_results_in_one_step(
 
 def test_atif_has_the_tokens_of_the_rows_bit_for_bit_and_each_sampled_one_once(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-2"))
-    configure(run)
+    runs.configure(run)
     logprobs = np.random.default_rng(0).normal(size=6).astype(np.float32)
-    first = conversation([USER, ANSWER], token_ids=np.array([7, 8], np.int32))
+    first = runs.conversation([USER, ANSWER], token_ids=np.array([7, 8], np.int32))
     longer = {"token_ids": np.array([7, 8, 9, 10], np.int32), "shared_prefix": 2, "branch_id": "s0.b1"}
-    second = conversation(FOLLOW_UP, parent_branch_id="s0.b0", **longer)
+    second = runs.conversation(FOLLOW_UP, parent_branch_id="s0.b0", **longer)
     rows = [
         replace(row, logprobs=np.where(row.logprobs == -1, logprobs[: len(row.token_ids)], row.logprobs))
         for row in (first, second)
     ]
-    sample(run, 0, rows)
+    runs.sample(run, 0, rows)
     export(run.uri, "atif", str(tmp_path / "out"))
     [document] = documents(tmp_path / "out").values()
     [branch] = document.pop("subagent_trajectories")
@@ -180,9 +180,9 @@ def test_atif_has_the_tokens_of_the_rows_bit_for_bit_and_each_sampled_one_once(t
 @pytest.mark.parametrize(("to", "ending"), [("trl", "jsonl"), ("verl", "parquet"), ("sharegpt", "jsonl")])
 def test_a_session_that_failed_is_told_from_one_that_finished(tmp_path: Path, to: str, ending: str) -> None:
     run = RunDirectory(str(tmp_path / "run-2"))
-    configure(run)
-    failed = conversation([USER, ANSWER], session_id="s1", status="timeout", reward=0.0)
-    sample(run, 0, [conversation([USER, ANSWER]), failed])
+    runs.configure(run)
+    failed = runs.conversation([USER, ANSWER], session_id="s1", status="timeout", reward=0.0)
+    runs.sample(run, 0, [runs.conversation([USER, ANSWER]), failed])
     out = tmp_path / f"out.{ending}"
     export(run.uri, to, str(out))
     facts = pd.read_parquet(out)["extra_info"].tolist() if to == "verl" else lines(out)
@@ -191,10 +191,10 @@ def test_a_session_that_failed_is_told_from_one_that_finished(tmp_path: Path, to
 
 def test_what_a_format_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-2"))
-    configure(run)
-    twice = conversation([USER, ANSWER, ANSWER])
-    unprompted = conversation([ANSWER], given=0)
-    sample(run, 0, [twice, unprompted])
+    runs.configure(run)
+    twice = runs.conversation([USER, ANSWER, ANSWER])
+    unprompted = runs.conversation([ANSWER], given=0)
+    runs.sample(run, 0, [twice, unprompted])
     assert written(run.uri, "sharegpt", str(tmp_path / "a.jsonl")) == (0, {"speakers do not take turns": 2})
     assert written(run.uri, "trl", str(tmp_path / "b.jsonl")) == (1, {"no prompt before a sampled answer": 1})
     assert written(run.uri, "verl", str(tmp_path / "c.parquet")) == (2, {})
@@ -218,9 +218,9 @@ def trainable(run: RunDirectory, out: Path) -> list[list[bool]]:
 
 def test_given_answers_stay_given_where_tool_results_share_an_end(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-2"))
-    configure(run)
+    runs.configure(run)
     messages = [*EXAMPLE, USER, CALLS, *RESULTS, ANSWER]
-    sample(run, 0, [with_one_turn(conversation(messages, given=2), 4, 6)])
+    runs.sample(run, 0, [with_one_turn(runs.conversation(messages, given=2), 4, 6)])
     assert trainable(run, tmp_path / "out.parquet") == [[False, True, True]]
     export(run.uri, "trl", str(tmp_path / "out.jsonl"))
     assert lines(tmp_path / "out.jsonl")[0]["prompt"] == [*EXAMPLE, USER]
@@ -228,9 +228,9 @@ def test_given_answers_stay_given_where_tool_results_share_an_end(tmp_path: Path
 
 def test_an_answer_is_trained_in_one_branch_only(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-2"))
-    configure(run)
-    branch = conversation(FOLLOW_UP, branch_id="s0.b1", parent_branch_id="s0.b0", shared_prefix=2)
-    sample(run, 0, [conversation([USER, ANSWER]), branch])
+    runs.configure(run)
+    branch = runs.conversation(FOLLOW_UP, branch_id="s0.b1", parent_branch_id="s0.b0", shared_prefix=2)
+    runs.sample(run, 0, [runs.conversation([USER, ANSWER]), branch])
     assert trainable(run, tmp_path / "out.parquet") == [[True], [False, True]]
     export(run.uri, "trl", str(tmp_path / "out.jsonl"))
     assert lines(tmp_path / "out.jsonl")[1]["completion"] == [THOUGHT]
@@ -238,12 +238,12 @@ def test_an_answer_is_trained_in_one_branch_only(tmp_path: Path) -> None:
 
 def test_a_branch_is_left_out_if_its_sampled_answers_cannot_be_told(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-2"))
-    configure(run)
+    runs.configure(run)
     # a fork inside the prompt: the given answer is in a turn with the messages around it
-    forked = with_one_turn(conversation([*EXAMPLE, USER, CALLS, *RESULTS, ANSWER], given=2), 0, 3)
+    forked = with_one_turn(runs.conversation([*EXAMPLE, USER, CALLS, *RESULTS, ANSWER], given=2), 0, 3)
     # the only one that was sampled is the last
-    last = with_one_turn(conversation([*EXAMPLE, USER, ANSWER], given=2), 0, 3)
-    sample(run, 0, [forked, last])
+    last = with_one_turn(runs.conversation([*EXAMPLE, USER, ANSWER], given=2), 0, 3)
+    runs.sample(run, 0, [forked, last])
     assert trainable(run, tmp_path / "out.parquet") == [[False, True]]
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert (code, "1 left out: it is unknown which answers were sampled" in output) == (0, True)
@@ -257,7 +257,7 @@ def test_sessions_that_agents_opened_are_written_when_asked_for(
     with pytest.raises(ValueError, match="no opened sessions have finished yet"):
         export(sampled_run.uri, "trl", str(tmp_path / "none.jsonl"), opened=True)
     for version in (9, 10):
-        row = conversation([USER, ANSWER], session_id=f"run-1.open.{version}")
+        row = runs.conversation([USER, ANSWER], session_id=f"run-1.open.{version}")
         write_trajectories(sampled_run, version, [row], row.session_id, "opened")
     code, output = sf("export", sampled_run.uri, "--to", "trl", "--opened", str(tmp_path / "out.jsonl"))
     assert (code, "2 conversations for trl; 0 left out" in output) == (0, True)
@@ -265,7 +265,7 @@ def test_sessions_that_agents_opened_are_written_when_asked_for(
 
 
 def test_a_folder_of_recorded_sessions_needs_no_run(tmp_path: Path) -> None:
-    row = conversation([USER, ANSWER], session_id="recorded.open.1")
+    row = runs.conversation([USER, ANSWER], session_id="recorded.open.1")
     write_trajectories(RunDirectory(str(tmp_path / "recorded")), 3, [row], row.session_id, "opened")
     exported = export(str(tmp_path / "recorded"), "trl", str(tmp_path / "out.jsonl"), opened=True)
     assert (exported.rows, exported.unchecked) == (1, "run recorded has no tokenizer")
@@ -300,7 +300,7 @@ def test_what_cannot_be_written_is_one_sentence(
 
 def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "young"))
-    configure(run)
+    runs.configure(run)
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert code == 2 and "young: no trajectories are committed yet" in output
 
@@ -310,9 +310,9 @@ def test_a_part_is_read_and_written_some_rows_at_a_time(
 ) -> None:
     monkeypatch.setattr("sf_core.reports.export.conversations.MAX_ROWS", 2)
     run = RunDirectory(str(tmp_path / "run-2"))
-    configure(run)
-    sample(run, 0, [conversation([USER, ANSWER], session_id=f"s{i}") for i in range(5)])
-    sample(run, 1, [conversation([USER, ANSWER], session_id="s5")])
+    runs.configure(run)
+    runs.sample(run, 0, [runs.conversation([USER, ANSWER], session_id=f"s{i}") for i in range(5)])
+    runs.sample(run, 1, [runs.conversation([USER, ANSWER], session_id="s5")])
     out = tmp_path / "out.parquet"
     assert export(run.uri, "verl", str(out)).rows == 6
     written = pq.ParquetFile(out)
@@ -332,11 +332,11 @@ def test_a_broken_part_leaves_no_file(sampled_run: RunDirectory, tmp_path: Path,
 
 def test_texts_of_one_message_are_joined_and_large_integers_stay(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-2"))
-    configure(run)
+    runs.configure(run)
     called = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"n": 10**30}}}
     asked = {"role": "user", "content": [{"type": "text", "text": text} for text in ("one", "two")]}
     answer = {"role": "assistant", "content": "", "tool_calls": [called]}
-    sample(run, 0, [conversation([SYSTEM, asked, answer])])
+    runs.sample(run, 0, [runs.conversation([SYSTEM, asked, answer])])
     for to, name in (("trl", "out.jsonl"), ("atif", "out")):
         out = tmp_path / name
         assert written(run.uri, to, str(out))[0] == 1
@@ -349,13 +349,13 @@ def test_texts_of_one_message_are_joined_and_large_integers_stay(tmp_path: Path)
 def seen_run(tmp_path: Path, said: str = "press") -> tuple[RunDirectory, list[str]]:
     """A run of a policy that sees: a picture in the prompt and another in a tool result."""
     run = RunDirectory(str(tmp_path / "run-1"))
-    configure(run)
+    runs.configure(run)
     shown = [{"type": "image", "sha256": letter * 64, "width": 56, "height": 56} for letter in "ab"]
     asked = {"role": "user", "content": [{"type": "text", "text": said}, shown[0]]}
     pressed = {"role": "assistant", "content": "", "tool_calls": [call(0, at="1,2")]}
     result = {"role": "tool", "content": [shown[1]], "tool_call_id": "call_0"}
     spans = [PictureSpan(part["sha256"], at, 1, 56, 56) for part, at in zip(shown, (0, 2), strict=True)]
-    sample(run, 0, [conversation([asked, pressed, result, ANSWER], images=spans)])
+    runs.sample(run, 0, [runs.conversation([asked, pressed, result, ANSWER], images=spans)])
     return run, [f"{run.media_dir}/{letter * 64}.png" for letter in "ab"]
 
 

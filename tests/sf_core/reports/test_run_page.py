@@ -18,8 +18,8 @@ from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.trajectories import write_trajectories
-from tests.bench.runs import commit, configure, conversation
-from tests.sf_core.reports.test_series import AT, write_spans
+from tests.bench import runs
+from tests.bench.reports import spans
 
 DATA: dict[str, dict[str, Any]] = {
     "rollout": {"reward_mean": 0.25, "sampled_tokens": 500, "failures": {"timeout": 2, "agent_error": 1}},
@@ -30,18 +30,18 @@ DATA: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def configured_run(runs_root: str) -> RunDirectory:
     run = RunDirectory(f"{runs_root}/run-1")
-    configure(run, train={"iterations": 4})
+    runs.configure(run, train={"iterations": 4})
     return run
 
 
 def turn(run: RunDirectory, number: int) -> None:
     """Commit an iteration of 10 s in which the device computes for 4 s."""
-    start = AT + 10 * number
+    start = spans.AT + 10 * number
     for stage in STAGES:
         times = {"started_at": start, "finished_at": start + 10}
-        commit(run, number, stage, data=DATA.get(stage, {}) | times)
+        runs.commit(run, number, stage, data=DATA.get(stage, {}) | times)
     lease = f"train-{number}"
-    write_spans(
+    spans.write_spans(
         run,
         Span("t0", "train", start, start + 10, "held", "", None, lease),
         Span("t0", "train", start + 2, start + 6, "busy", "train", number, lease),
@@ -70,8 +70,8 @@ def read_text(token: Token) -> str:
 
 
 def evaluate(run: RunDirectory, version: int, reward: float) -> None:
-    times = {"started_at": AT, "finished_at": AT}
-    commit(run, version, "evaluate", data={"reward_mean": reward} | times)
+    times = {"started_at": spans.AT, "finished_at": spans.AT}
+    runs.commit(run, version, "evaluate", data={"reward_mean": reward} | times)
 
 
 def test_an_iteration_is_a_row_and_the_newest_comes_first(configured_run: RunDirectory) -> None:
@@ -101,7 +101,7 @@ def test_an_iteration_is_a_row_and_the_newest_comes_first(configured_run: RunDir
 def test_a_run_that_chooses_shows_how_many_groups_were_right_mixed_and_wrong(
     configured_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configure(configured_run, train={"iterations": 4}, rollout={"gate": "mixed"})
+    runs.configure(configured_run, train={"iterations": 4}, rollout={"gate": "mixed"})
     turn(configured_run, 0)  # of before the kinds were counted
     monkeypatch.setitem(DATA, "rollout", DATA["rollout"] | {"right": 3, "mixed": 8, "wrong": 1})
     turn(configured_run, 1)
@@ -113,7 +113,7 @@ def test_a_run_that_chooses_shows_how_many_groups_were_right_mixed_and_wrong(
 def test_a_run_with_a_teacher_shows_how_far_it_is_from_it(
     configured_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configure(configured_run, train={"iterations": 4, "teacher": {"weights": "start"}})
+    runs.configure(configured_run, train={"iterations": 4, "teacher": {"weights": "start"}})
     turn(configured_run, 0)
     monkeypatch.setitem(DATA, "train", {"teacher_kl": 0.12345678})
     turn(configured_run, 1)
@@ -172,21 +172,23 @@ def test_the_report_has_the_table_of_the_devices(configured_run: RunDirectory) -
 
 def test_waits_are_told_with_since_when_and_until_when() -> None:
     what = "batch 3: 2 of 8 groups | *engines* of <r0>"
-    *times, told = read_rows(waits_table([{"what": what, "since": AT, "until": AT + 1800}]))[-1]
+    *times, told = read_rows(waits_table([{"what": what, "since": spans.AT, "until": spans.AT + 1800}]))[-1]
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d", time) for time in times) and told == what
     assert waits_table([]) == "Nothing takes long at the moment."
 
 
 def test_answers_of_policies_are_shown_and_never_read_as_markdown(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
-    configure(run, train={"iterations": 4}, evaluate={"num_tasks": 1})
+    runs.configure(run, train={"iterations": 4}, evaluate={"num_tasks": 1})
     turn(run, 0)
     hostile = "![x](http://evil/p.png) | <img src=x> `a` *b* [c](d)\n# e"
     for version, text in ((0, "plain answer"), (1, hostile)):
         messages = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": text}]
-        ref = write_trajectories(run, version, [conversation(messages, group_id=None)], "e-1", "evaluations")
-        times = {"started_at": AT, "finished_at": AT, "reward_mean": 0.5, "failures": {}}
-        commit(run, version, "evaluate", outputs=[ref], data=times)
+        ref = write_trajectories(
+            run, version, [runs.conversation(messages, group_id=None)], "e-1", "evaluations"
+        )
+        times = {"started_at": spans.AT, "finished_at": spans.AT, "reward_mean": 0.5, "failures": {}}
+        runs.commit(run, version, "evaluate", outputs=[ref], data=times)
     page = RunPage(run)
     page.update(0)
     report = page.report()

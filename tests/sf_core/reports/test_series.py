@@ -14,11 +14,9 @@ from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
+from tests.bench.reports import spans
+from tests.bench.reports.tables import shown
 from tests.bench.runs import commit
-from tests.sf_core.reports.test_tables import shown
-
-AT = 1000.0
-"""A time in the past, so that all spans count as written."""
 
 
 def commit_iteration(run: RunDirectory, number: int, start: float, end: float) -> None:
@@ -31,25 +29,20 @@ def commit_iteration(run: RunDirectory, number: int, start: float, end: float) -
         commit(run, number, stage, data=data)
 
 
-def write_spans(run: RunDirectory, *spans: Span) -> None:
-    data = json.dumps([{name: getattr(span, name) for name in span.__slots__} for span in spans])
-    run.write_timeline(f"{spans[0].worker}-{spans[0].lease}", spans[-1].end, data.encode())
-
-
 @pytest.fixture
 def timed_run(runs_root: str) -> RunDirectory:
     run = RunDirectory(f"{runs_root}/run-1")
     run.write_config(RunConfig(run_id="run-1"))
     for number in range(3):
-        at = AT + 10 * number
+        at = spans.AT + 10 * number
         commit_iteration(run, number, at, at + 10)
-        write_spans(
+        spans.write_spans(
             run,
             Span("t0", "rollout", at, at + 4, "held", "", None, f"t0-{number}"),
             Span("t0", "rollout", at + 1, at + 3, "busy", "sample", number, f"t0-{number}", 100),
             Span("t0", "rollout", at + 3, at + 4, "moving", "yield", number, f"t0-{number}"),
         )
-        write_spans(
+        spans.write_spans(
             run,
             Span("t0", "train", at + 4, at + 9, "held", "", None, f"train-{number}"),
             Span("t0", "train", at + 4, at + 5, "moving", "load trainer", number, f"train-{number}"),
@@ -94,7 +87,7 @@ def test_figures_are_written_once_and_the_same_whenever_that_is(timed_run: RunDi
 def test_an_iteration_whose_devices_may_still_write_has_no_figures_yet(
     timed_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(series.time, "time", lambda: AT + 31)  # a second after the end of the last
+    monkeypatch.setattr(series.time, "time", lambda: spans.AT + 31)  # a second after the end of the last
     record_devices(RunView(timed_run), 2)
     assert list(read_devices(timed_run, range(3))) == [0, 1]
 

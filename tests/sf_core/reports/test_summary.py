@@ -8,8 +8,8 @@ from sf_core.reports.summary import orchestration_seconds, summarise
 from sf_core.reports.view import RunView
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
-from tests.bench.runs import commit, configure, stage_data
-from tests.sf_core.reports.html.report_runs import AT, commit_iteration, talk
+from tests.bench import runs
+from tests.bench.reports import report_runs
 
 
 def iteration(number: int, attempt: int, *stages: tuple[str, float, float]) -> list[Manifest]:
@@ -19,7 +19,7 @@ def iteration(number: int, attempt: int, *stages: tuple[str, float, float]) -> l
             iteration=number,
             stage=name,
             attempt=attempt,
-            data=stage_data(name, started_at=start, finished_at=end),
+            data=runs.stage_data(name, started_at=start, finished_at=end),
         )
         for name, start, end in stages
     ]
@@ -103,11 +103,11 @@ def test_what_no_stage_accounts_for_is_orchestration() -> None:
 
 def test_what_engines_sampled_is_counted_beside_the_tokens_of_sealed_sessions(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-1"))
-    config = configure(run, train={"iterations": 2})
-    commit(run, None, "start", data={"started_at": AT})
+    config = runs.configure(run, train={"iterations": 2})
+    runs.commit(run, None, "start", data={"started_at": report_runs.AT})
     for number in range(2):
-        rows = [talk(f"run-1.g{number}.0.a1", "hello", "hi", [number])]
-        commit_iteration(run, number, rows, max_lag=0)
+        rows = [report_runs.talk(f"run-1.g{number}.0.a1", "hello", "hi", [number])]
+        report_runs.commit_iteration(run, number, rows, max_lag=0)
     # 70 in each batch, of the 100 in each span
     told = summarise(RunView(run), config)
     assert (told["tokens_generated"], told["tokens_sampled"]) == (140, 200)

@@ -1,13 +1,9 @@
-import io
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console, RenderableType
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,48 +16,11 @@ from sf_core.reports.view import RunView
 from storage import files
 from storage.media import PictureSpan, media_file
 from storage.run_directory import STAGES, RunDirectory
-from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.tables.schema import NOT_SAMPLED, TurnSpan
 from storage.tables.trajectories import write_trajectories
+from tests.bench.reports import tables
 from tests.bench.runs import commit
 
-WORDS = ["what", "is", "six", "times", "seven", "calc", "42", "</s>", "thanks"]
-
-
-def shown(view: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=160, color_system=None)
-    console.print(view)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def trajectory(session: str, versions: list[int], **changes: Any) -> Trajectory:
-    array = np.array(versions, np.int32)
-    sampled = array != NOT_SAMPLED
-    row = Trajectory(
-        policy="policy",
-        task_id="calculator-1",
-        environment="calculator",
-        group_id="g0",
-        session_id=session,
-        branch_id="0",
-        parent_branch_id=None,
-        shared_prefix=0,
-        token_ids=np.arange(len(array), dtype=np.int32) % len(WORDS),
-        loss_mask=sampled,
-        logprobs=np.where(sampled, -1.0, np.nan).astype(np.float32),
-        policy_versions=array,
-        turns=[TurnSpan("user", 0, 5), TurnSpan("assistant", 5, len(array), "stop", "e-r0", 1.0, 1.0, 0)],
-        messages="[]",
-        reward=1.0,
-        reward_parts={"answer": 1.0},
-        status="finished",
-        interruptions=0,
-        started_at=100.0,
-        finished_at=101.5,
-    )
-    return replace(row, **changes)
-
-
-GIVEN = [NOT_SAMPLED] * 5
 SCORED = [TurnSpan("user", 0, 5), TurnSpan("assistant", 5, 6, "stop", "e-r0", 1.0, 1.0, 0, 0.25)]
 
 
@@ -70,12 +29,12 @@ def recorded_run(runs_root: str) -> RunDirectory:
     run = RunDirectory(f"{runs_root}/run-1")
     run.write_config(RunConfig(run_id="run-1"))
     first = [
-        trajectory("run-1.g0.0.a1", [*GIVEN, 0, 0, 0]),
-        trajectory("run-1.g1.0.a1", [*GIVEN, 0], reward=0.0, turns=SCORED),
+        tables.trajectory("run-1.g0.0.a1", [*tables.GIVEN, 0, 0, 0]),
+        tables.trajectory("run-1.g1.0.a1", [*tables.GIVEN, 0], reward=0.0, turns=SCORED),
         # a second branch of s0: its first eight tokens are those of the other, two new ones are sampled
-        trajectory(
+        tables.trajectory(
             "run-1.g0.0.a1",
-            [*GIVEN, 0, 0, 0, NOT_SAMPLED, 0, 0],
+            [*tables.GIVEN, 0, 0, 0, NOT_SAMPLED, 0, 0],
             branch_id="run-1.g0.0.a1.1",
             parent_branch_id="0",
             shared_prefix=8,
@@ -88,8 +47,8 @@ def recorded_run(runs_root: str) -> RunDirectory:
             ],
         ),
     ]
-    second = [trajectory("run-1.g2.0.a1", [*GIVEN, 0, 1, 1, 1])]
-    held_out = [trajectory("run-1.e1.0.a1", [*GIVEN, 1], group_id=None)]
+    second = [tables.trajectory("run-1.g2.0.a1", [*tables.GIVEN, 0, 1, 1, 1])]
+    held_out = [tables.trajectory("run-1.e1.0.a1", [*tables.GIVEN, 1], group_id=None)]
     told = {"reward_mean": 0.5, "failures": {"timeout": 2}}
     commit(run, 0, "rollout", outputs=[write_trajectories(run, 0, first, "part")], data=told)
     for stage in ("filter", "train", "publish"):
@@ -104,7 +63,7 @@ def recorded_run(runs_root: str) -> RunDirectory:
 
 @pytest.fixture
 def tokenizer(recorded_run: RunDirectory, tmp_path: Path) -> None:
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, "</s>"))
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(tables.WORDS)}, "</s>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder = tmp_path / "tokenizer"
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
@@ -123,7 +82,7 @@ def test_figures_count_every_session_and_every_trained_token_once(recorded_run: 
 
 
 def test_a_run_is_a_table_of_its_iterations(recorded_run: RunDirectory) -> None:
-    lines = shown(inspect_run(recorded_run.uri)).splitlines()
+    lines = tables.shown(inspect_run(recorded_run.uri)).splitlines()
     assert lines[0].strip() == "run run-1"
     assert [line.split() for line in lines[3:6]] == [
         ["start", "0.250"],
@@ -132,20 +91,20 @@ def test_a_run_is_a_table_of_its_iterations(recorded_run: RunDirectory) -> None:
     ]
     assert "--session run-1.g2.0.a1" in lines[-1]
     assert lines[-5:-3] == ["failed sessions: timeout 2", "failed held-out sessions: agent_error 1"]
-    assert "right/mixed" not in lines[1] and "--tasks" not in shown(inspect_run(recorded_run.uri))
+    assert "right/mixed" not in lines[1] and "--tasks" not in tables.shown(inspect_run(recorded_run.uri))
 
 
 def test_a_run_that_has_just_begun_is_shown_empty(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "new"))
     run.write_config(RunConfig(run_id="new"))
-    assert "run new" in shown(inspect_run(run.uri))
+    assert "run new" in tables.shown(inspect_run(run.uri))
     with pytest.raises(ValueError, match="none is committed yet"):
         inspect_session(run.uri, "run-1.g0.0.a1")
 
 
 @pytest.mark.usefixtures("tokenizer")
 def test_a_session_is_shown_turn_by_turn_with_sampled_tokens_marked(recorded_run: RunDirectory) -> None:
-    text = shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
+    text = tables.shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
     assert "session run-1.g2.0.a1, trains iteration 1" in text
     assert "reward 1 (answer 1)  1.50 s" in text
     assert "branch 0  9 tokens, 4 sampled, 4 not trained yet  versions 0-1" in text
@@ -157,24 +116,28 @@ def test_a_session_is_shown_turn_by_turn_with_sampled_tokens_marked(recorded_run
 def test_what_a_command_wrote_is_shown_and_steers_no_terminal(recorded_run: RunDirectory) -> None:
     wrote = "thinking [b]hard[/b]\n\n\x1b[2Jdone\r\n"
     write_trajectories(
-        recorded_run, 0, [trajectory("run-1.open.1", [*GIVEN, 0], output=wrote)], "part", "opened"
+        recorded_run,
+        0,
+        [tables.trajectory("run-1.open.1", [*tables.GIVEN, 0], output=wrote)],
+        "part",
+        "opened",
     )
-    text = shown(inspect_session(recorded_run.uri, "run-1.open.1"))
+    text = tables.shown(inspect_session(recorded_run.uri, "run-1.open.1"))
     _, lines = text.split("\nwhat the command wrote\n")
     assert lines.splitlines() == ["thinking [b]hard[/b]", "", "\\x1b[2Jdone"]
-    assert "command" not in shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
+    assert "command" not in tables.shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
 
 
 def test_what_turns_earned_by_themselves_is_shown(recorded_run: RunDirectory) -> None:
-    text = shown(inspect_session(recorded_run.uri, "run-1.g1.0.a1"))
+    text = tables.shown(inspect_session(recorded_run.uri, "run-1.g1.0.a1"))
     assert "role       tokens  finish  engine  versions  reward  text" in text
     assert "assistant  5-6     stop    e-r0    0         0.25    " in text
-    assert "reward  text" not in shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
+    assert "reward  text" not in tables.shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
 
 
 @pytest.mark.usefixtures("tokenizer")
 def test_a_branch_shows_only_what_its_parent_does_not(recorded_run: RunDirectory) -> None:
-    text = shown(inspect_session(recorded_run.uri, "run-1.g0.0.a1"))
+    text = tables.shown(inspect_session(recorded_run.uri, "run-1.g0.0.a1"))
     _, branch = text.split("branch 1 of 0  11 tokens, 5 sampled, 2 trained")
     assert "0-8" in branch
     assert "as in branch 0" in branch
@@ -183,11 +146,11 @@ def test_a_branch_shows_only_what_its_parent_does_not(recorded_run: RunDirectory
 
 
 def test_without_a_tokenizer_ids_are_shown(recorded_run: RunDirectory) -> None:
-    assert "«5 6 7 8»" in shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
+    assert "«5 6 7 8»" in tables.shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
 
 
 def test_held_out_sessions_are_found_too(recorded_run: RunDirectory) -> None:
-    text = shown(inspect_session(recorded_run.uri, "run-1.e1.0.a1"))
+    text = tables.shown(inspect_session(recorded_run.uri, "run-1.e1.0.a1"))
     assert "session run-1.e1.0.a1, evaluates version 1" in text
     assert "group none" in text
 
@@ -212,8 +175,10 @@ def test_what_became_of_the_tokens_is_said(
     recorded_run: RunDirectory, session: str, legend: str, fate: str
 ) -> None:
     commit(recorded_run, 1, "train")
-    write_trajectories(recorded_run, 0, [trajectory("run-1.open.1", [*GIVEN, 0])], "part", "opened")
-    text = shown(inspect_session(recorded_run.uri, session))
+    write_trajectories(
+        recorded_run, 0, [tables.trajectory("run-1.open.1", [*tables.GIVEN, 0])], "part", "opened"
+    )
+    text = tables.shown(inspect_session(recorded_run.uri, session))
     assert legend in text
     assert re.search(rf"(\d) sampled, \1 {fate}  versions", text)
 
@@ -221,28 +186,32 @@ def test_what_became_of_the_tokens_is_said(
 def test_the_tools_of_a_branch_are_named(recorded_run: RunDirectory) -> None:
     tools = json.dumps([{"type": "function", "function": {"name": name}} for name in ("calc", "\x1b[2J")])
     write_trajectories(
-        recorded_run, 0, [trajectory("run-1.open.1", [*GIVEN, 0], tools=tools)], "part", "opened"
+        recorded_run,
+        0,
+        [tables.trajectory("run-1.open.1", [*tables.GIVEN, 0], tools=tools)],
+        "part",
+        "opened",
     )
-    assert "tools: calc, \\x1b[2J" in shown(inspect_session(recorded_run.uri, "run-1.open.1"))
-    assert "tools:" not in shown(inspect_session(recorded_run.uri, "run-1.e1.0.a1"))
+    assert "tools: calc, \\x1b[2J" in tables.shown(inspect_session(recorded_run.uri, "run-1.open.1"))
+    assert "tools:" not in tables.shown(inspect_session(recorded_run.uri, "run-1.e1.0.a1"))
 
 
 def test_sampled_text_cannot_steer_the_terminal(recorded_run: RunDirectory) -> None:
     nasty = ["\x1b[2J", "[/red]", "\n"]
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(nasty)}, "\n"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    row = trajectory("run-1.g9.0.a1", [0, 0, 0], turns=[TurnSpan("[/b]", 0, 3)])
+    row = tables.trajectory("run-1.g9.0.a1", [0, 0, 0], turns=[TurnSpan("[/b]", 0, 3)])
     commit(recorded_run, 2, "rollout", outputs=[write_trajectories(recorded_run, 2, [row], "part")])
     if files.is_local(recorded_run.uri):
         tokenizer.save_pretrained(recorded_run.start_dir)
-        text = shown(inspect_session(recorded_run.uri, "run-1.g9.0.a1"))
+        text = tables.shown(inspect_session(recorded_run.uri, "run-1.g9.0.a1"))
         assert "\x1b" not in text
         assert "\\x1b[2J [/red] ↵" in text
 
 
 def test_names_that_agents_chose_cannot_steer_the_terminal(recorded_run: RunDirectory) -> None:
     nasty = "\x1b]0;owned\x07"
-    row = trajectory(
+    row = tables.trajectory(
         "run-1.open.1",
         [0, 0, 0],
         task_id=nasty,
@@ -252,7 +221,7 @@ def test_names_that_agents_chose_cannot_steer_the_terminal(recorded_run: RunDire
         turns=[TurnSpan(nasty, 0, 3, "stop", nasty)],
     )
     write_trajectories(recorded_run, 0, [row], "part", "opened")
-    text = shown(inspect_session(recorded_run.uri, "run-1.open.1"))
+    text = tables.shown(inspect_session(recorded_run.uri, "run-1.open.1"))
     assert "\x1b" not in text
     assert text.count("\\x1b]0;owned\\x07") == 6
 
@@ -277,9 +246,9 @@ def test_a_session_names_the_pictures_that_were_seen(recorded_run: RunDirectory,
     placeholder = read_sight(recorded_run.start_dir).token_id
     ids = np.array([5, placeholder, placeholder, placeholder, placeholder, 6], np.int32)
     images = [PictureSpan("a" * 64, 1, 4, 56, 56)]
-    row = trajectory("run-1.open.1", [*GIVEN, 0], token_ids=ids, images=images)
+    row = tables.trajectory("run-1.open.1", [*tables.GIVEN, 0], token_ids=ids, images=images)
     write_trajectories(recorded_run, 0, [row], "part", "opened", sees=True)
-    text = shown(inspect_session(recorded_run.uri, "run-1.open.1"))
+    text = tables.shown(inspect_session(recorded_run.uri, "run-1.open.1"))
     assert "what was seen" in text and "[picture]" in text and "image_pad" not in text
     assert "1-5     56 by 56" in text
     folded = re.sub(r"\s+", "", text)

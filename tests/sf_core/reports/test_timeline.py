@@ -9,7 +9,7 @@ import pytest
 
 from sf_core.reports.timeline import Bar, chrome_trace
 from sf_core.scheduling.timeline import Span
-from tests.sf_core.scheduling.test_figures import R0, T0
+from tests.bench.reports.spans import R0, T0
 
 AT = 1.7e9
 BARS = [

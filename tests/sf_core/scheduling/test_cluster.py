@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from sf_core.cli.main import app
 from sf_core.config import RunConfig
 from sf_core.scheduling import cluster
-from tests.e2e.conftest import ROOT
-from tests.patience import patience, wait_until
+from tests.bench import ROOT
+from tests.bench.waits import patience, wait_until
 
 TAGS = {"t0": "rollout train cpu", "a0": "agent", "a1": "agent"}
 over = threading.Event()

@@ -4,24 +4,7 @@ from hypothesis import strategies as st
 
 from sf_core.scheduling.figures import Switch, Window, device_figures, find_switches, idle_by_cause
 from sf_core.scheduling.timeline import Kind, Span, idle_fraction
-
-T0 = [
-    Span("t0", "rollout", 0, 4.5, "held", lease="t0-0"),
-    Span("t0", "rollout", 0, 4, "busy", "sample", 0, "t0-0", 400),
-    Span("t0", "rollout", 4, 4.4, "moving", "yield", 0, "t0-0"),
-    Span("t0", "train", 5, 9, "held", lease="train-0"),
-    Span("t0", "train", 5, 5.5, "moving", "load trainer", 0, "train-0"),
-    Span("t0", "train", 5.5, 8, "busy", "train", 0, "train-0"),
-    Span("t0", "train", 8, 9, "moving", "save", 0, "train-0"),
-    Span("t0", "rollout", 9.2, 20, "held", lease="t0-1"),
-    Span("t0", "rollout", 9.2, 10, "moving", "load engine", 1, "t0-1"),
-    Span("t0", "rollout", 10, 10.5, "busy", "sample", 1, "t0-1", 1),
-    Span("t0", "rollout", 10.5, 12.5, "busy", "sample", 1, "t0-1", 200),
-]
-R0 = [
-    Span("r0", "rollout", 0, 20, "held", lease="r0"),
-    Span("r0", "rollout", 0, 10, "busy", "sample", 0, "r0", 1000),
-]
+from tests.bench.reports.spans import R0, T0
 
 
 def test_a_switch_to_training_costs_from_the_revoke_to_the_first_work() -> None:

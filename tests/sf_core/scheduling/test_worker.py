@@ -26,10 +26,9 @@ from sf_core.scheduling.plan import Worker
 from sf_core.scheduling.template.nanny import template_modules
 from sf_core.scheduling.worker import DASK_SETTINGS, worker_environment
 from sf_core.scheduling.worker_state import current_worker
-from tests.bench.workers import WorkerBench, running_tasks, tasks_process
-from tests.e2e.conftest import ROOT
-from tests.e2e.nannies import template_of
-from tests.patience import patience, wait_until
+from tests import bench
+from tests.bench import waits
+from tests.bench.stacks.nannies import template_of
 
 pytestmark = pytest.mark.system
 
@@ -42,7 +41,7 @@ def what_is_kept() -> tuple[str, str, Device | None]:
 
 
 def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(
-    worker_bench: WorkerBench,
+    worker_bench: bench.workers.WorkerBench,
 ) -> None:
     started = [
         worker_bench.sf_worker("t0", "--tags", "rollout,train,big", "--device-kind", "h100"),
@@ -58,9 +57,9 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(
     with dask.config.set(often), Client(worker_bench.scheduler, set_as_default=False) as client:
         # whatever the client asks for by itself meanwhile
         assert all(len(list_connected(client)) == 3 for _ in range(100))
-        kept = client.submit(what_is_kept, resources={"@r1": 1}).result(timeout=patience())
+        kept = client.submit(what_is_kept, resources={"@r1": 1}).result(timeout=waits.patience())
     assert kept == ("r1", "127.0.0.1", DEVICES["h20"])
-    quickstart = str(ROOT / "configs" / "quickstart.yaml")
+    quickstart = str(bench.ROOT / "configs" / "quickstart.yaml")
     refused = CliRunner().invoke(app, ["plan", quickstart, "--scheduler", worker_bench.scheduler])
     assert refused.exit_code == 2
     assert "no worker has the tag 'agent' or 'cpu'; workers: " in refused.output
@@ -68,7 +67,7 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(
 
 
 def test_workers_are_awaited_while_their_scheduler_is_young(
-    worker_bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+    worker_bench: bench.workers.WorkerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They lost the one before it, and join one after the other."""
     started: list[Process] = []
@@ -89,29 +88,29 @@ def test_workers_are_awaited_while_their_scheduler_is_young(
 
 
 def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(
-    worker_bench: WorkerBench,
+    worker_bench: bench.workers.WorkerBench,
 ) -> None:
     arguments = ("--tags", "train", "--device-kind", "h100", "--threads", "3")
     process = worker_bench.sf_worker("t1", *arguments, OMP_WAIT_POLICY="ACTIVE")
     before = worker_bench.await_worker(process)
     await_nanny(worker_bench, "t1")
-    end(tasks_process(process))
+    end(bench.workers.tasks_process(process))
     with Client(worker_bench.scheduler, set_as_default=False) as client:
         # it waits for the process that the nanny starts
-        seen = client.submit(seen_by_a_task, resources={"@t1": 1}).result(timeout=patience())
+        seen = client.submit(seen_by_a_task, resources={"@t1": 1}).result(timeout=waits.patience())
     assert worker_bench.await_worker(process) == before == Worker("t1", frozenset({"train"}), DEVICES["h100"])
     assert seen == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     worker_bench.end(process)
 
 
-def await_nanny(worker_bench: WorkerBench, name: str) -> None:
+def await_nanny(worker_bench: bench.workers.WorkerBench, name: str) -> None:
     """Wait until the nanny runs. Before that, one whose process dies ends too."""
-    wait_until(lambda: name in running_nannies(worker_bench.scheduler), "the nanny to run", every_s=0.2)
+    waits.wait_until(lambda: name in running_nannies(worker_bench.scheduler), "the nanny to run", every_s=0.2)
 
 
 def end(process: psutil.Process) -> None:
     process.kill()
-    process.wait(patience())
+    process.wait(waits.patience())
 
 
 def running_nannies(scheduler: str) -> list[str]:
@@ -127,14 +126,14 @@ def seen_by_a_task() -> dict[str, str]:
 
 
 def test_a_worker_is_forked_from_a_template_that_has_its_modules_and_settings(
-    worker_bench: WorkerBench,
+    worker_bench: bench.workers.WorkerBench,
 ) -> None:
     process = worker_bench.sf_worker("t2", "--tags", "train", "--threads", "3", SF_EMULATED="")
     assert worker_bench.await_worker(process).shared_host == "127.0.0.1", "it computes on the host's CPU"
     await_nanny(worker_bench, "t2")
     nanny = psutil.Process(process.pid())
     template = template_of(process.pid())
-    first = tasks_process(process)
+    first = bench.workers.tasks_process(process)
     assert template is not None
     assert [has_torch(one) for one in (nanny, template, first)] == [False, True, True]
     # the allocator reads them when a program begins, which a fork does not
@@ -143,17 +142,17 @@ def test_a_worker_is_forked_from_a_template_that_has_its_modules_and_settings(
     # but for that of pyarrow's allocator, which is made for forks
     assert [name for name in thread_names(template) if name != "jemalloc_bg_thd"] == ["python"]
     for killed in (first, template):
-        before = tasks_process(process)
+        before = bench.workers.tasks_process(process)
         end(killed)
         with Client(worker_bench.scheduler, set_as_default=False) as client:
             task = client.submit(computed_by_a_task, resources={"@t2": 1}, pure=False)
             # torch takes no more than there are cores
-            assert task.result(timeout=patience()) == (min(3, os.cpu_count() or 1), "3")
-        wait_until(lambda before=before: has_ended(before), "the worker to end", every_s=0.1)
+            assert task.result(timeout=waits.patience()) == (min(3, os.cpu_count() or 1), "3")
+        waits.wait_until(lambda before=before: has_ended(before), "the worker to end", every_s=0.1)
         await_nanny(worker_bench, "t2")
     members = [nanny, *nanny.children(recursive=True)]
     end(nanny)
-    wait_until(lambda: all(map(has_ended, members)), "template and worker to end", every_s=0.1)
+    waits.wait_until(lambda: all(map(has_ended, members)), "template and worker to end", every_s=0.1)
     worker_bench.end(process)
 
 
@@ -194,33 +193,37 @@ for name in {template_modules(("rollout", "train", "agent", "cpu"))}:
     importlib.import_module(name)
 assert not torch.cuda.is_initialized()
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=bench.ROOT, stderr=subprocess.PIPE, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_a_given_up_task_that_goes_on_is_ended_and_that_of_another_owner_is_left(
-    worker_bench: WorkerBench,
+    worker_bench: bench.workers.WorkerBench,
 ) -> None:
     started = [worker_bench.sf_worker(name, "--tags", "spot") for name in ("f0", "f1")]
     for process in started:
         worker_bench.await_worker(process)
-    before = [tasks_process(process) for process in started]
+    before = [bench.workers.tasks_process(process) for process in started]
     with Client(worker_bench.scheduler, set_as_default=False) as client:
         futures = []
         for name, owner in (("f0", "run.1"), ("f1", "another.1")):
             with dask.annotate(resources={f"@{name}": 1}, owner=owner):
                 futures.append(client.submit(time.sleep, 600, key=f"sleep-{name}"))
         both = ["sleep-f0", "sleep-f1"]
-        wait_until(lambda: sorted(running_tasks(client)) == both, "both to run", every_s=0.1)
+        waits.wait_until(
+            lambda: sorted(bench.workers.running_tasks(client)) == both, "both to run", every_s=0.1
+        )
         futures[0].cancel()
         assert end_tasks(worker_bench.scheduler, "run.1", patience_s=0.2) == ["f0"]
         assert end_tasks(worker_bench.scheduler, "run.1", patience_s=0.2) == []
-        assert running_tasks(client) == ["sleep-f1"]
+        assert bench.workers.running_tasks(client) == ["sleep-f1"]
     assert [process.is_running() for process in before] == [False, True]
     worker_bench.end(*started)
 
 
-def test_a_probed_device_is_read_with_what_was_measured(worker_bench: WorkerBench) -> None:
+def test_a_probed_device_is_read_with_what_was_measured(worker_bench: bench.workers.WorkerBench) -> None:
     process = worker_bench.sf_worker("p0", "--tags", "train", "--probe", "--threads", "1")
     device = worker_bench.await_worker(process).device
     assert device is not None
@@ -229,7 +232,7 @@ def test_a_probed_device_is_read_with_what_was_measured(worker_bench: WorkerBenc
     worker_bench.end(process)
 
 
-def test_a_name_that_is_connected_is_refused(worker_bench: WorkerBench) -> None:
+def test_a_name_that_is_connected_is_refused(worker_bench: bench.workers.WorkerBench) -> None:
     process = worker_bench.sf_worker("x0", "--tags", "spot")
     worker_bench.await_worker(process)
     refused = CliRunner().invoke(

@@ -8,9 +8,9 @@ from distributed import Client, LocalCluster
 from sf_core.config import RunConfig
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.scheduling.worker_state import PLUGIN, WorkerState, current_epoch, current_worker
-from tests.patience import patience
+from tests.bench.waits import patience
 
-SCRIPTED = {"engine": {"kind": "scripted", "script": "tests.e2e.echo_package:script"}}
+SCRIPTED = {"engine": {"kind": "scripted", "script": "tests.bench.stacks.echo_package:script"}}
 
 
 def lend_engine() -> tuple[str, bool, int]:

@@ -38,10 +38,8 @@ from sf_core.training.policy_folder import count_parameters
 from storage.files import FileRef, copy_folder, remove
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import has_weights, load_weights, open_weights, save_adapter, save_weights
-from tests.bench.engines.model_folders import linears_of
-from tests.bench.refusals import clear_refusal, snapshot
-from tests.bench.runs import commit, configure
-from tests.closeness import FORWARD, assert_rounded
+from tests import bench
+from tests.bench import refusals, runs
 
 ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
@@ -52,14 +50,14 @@ def started(run: RunDirectory) -> dict[str, Any]:
 
 def begin(tmp_path: Path, name: str = "run", **sections: Any) -> RunDirectory:
     run = RunDirectory(str(tmp_path / name))
-    configure(run, storage={"root": str(tmp_path)}, **sections)
+    runs.configure(run, storage={"root": str(tmp_path)}, **sections)
     return run
 
 
 def save_tuned(folder: Path, model: Path, rank: int = 2, dtype: str | None = "bfloat16") -> Adapter:
     """An adapter of the model as another program has trained it."""
     adapter = Adapter(rank, 6.0, ("o_proj", "q_proj"))
-    shapes = shape_factors(adapter, linears_of(str(model)))
+    shapes = shape_factors(adapter, bench.engines.model_folders.linears_of(str(model)))
     factors = {name: torch.randn(*shape) for name, shape in shapes.items()}
     save_adapter(str(folder), factors, adapter.encode("somewhere/else"), 7, dtype)
     return adapter
@@ -70,7 +68,7 @@ def test_an_adapter_is_made_that_changes_nothing_yet(tmp_path: Path) -> None:
     data = started(run)
     assert started(run) == data
     adapter = read_adapter(run.start_adapter_dir)
-    linears = linears_of(run.start_dir)
+    linears = bench.engines.model_folders.linears_of(run.start_dir)
     assert adapter == Adapter(32, 64.0, ALL)
     shapes = shape_factors(adapter, linears)
     factors = load_weights(run.version_dir(0))
@@ -213,7 +211,9 @@ def test_an_adapter_that_could_not_be_merged_in_the_end_is_not_begun(
     renamed = {key.replace("q_proj", "query"): tensor for key, tensor in weights.items()}
     save_weights(str(policy_copy), renamed, 0)
     run = begin(tmp_path, policy={"model": str(policy_copy)}, train={"lora": {}})
-    with clear_refusal("policy.model: ", f"lacks 1 of the 13 weights that a qwen3 model needs ({name})"):
+    with refusals.clear_refusal(
+        "policy.model: ", f"lacks 1 of the 13 weights that a qwen3 model needs ({name})"
+    ):
         started(run)
 
 
@@ -227,8 +227,8 @@ def trained(tmp_path: Path, model: Path, dtype: str, stored: str) -> tuple[RunDi
     adapter = read_adapter(run.start_adapter_dir)
     factors = {name: torch.randn_like(t) for name, t in load_weights(run.start_adapter_dir).items()}
     save_adapter(run.weights_dir(1), factors, adapter.encode(str(model)), 1, dtype)
-    commit(run, 0, "rollout", data={"groups": [], "rejected": {}})
-    commit(run, 0, "publish")
+    runs.commit(run, 0, "rollout", data={"groups": [], "rejected": {}})
+    runs.commit(run, 0, "publish")
     return run, adapter
 
 
@@ -277,7 +277,7 @@ def test_the_trained_policy_is_that_of_peft(tmp_path: Path, policy_copy: Path) -
     with torch.inference_mode():
         expected = merged(input_ids=ids).logits
         found = AutoModelForCausalLM.from_pretrained(run.policy_dir)(input_ids=ids).logits
-    assert_rounded(found, expected, FORWARD)
+    bench.closeness.assert_rounded(found, expected, bench.closeness.FORWARD)
 
 
 @pytest.mark.parametrize("again", [{}, {"lora": {"rank": 1}}])
@@ -287,7 +287,7 @@ def test_the_trained_policy_is_a_model_like_any_other(
     """What lies beside it is not taken for the adapter of the next run."""
     run, _ = trained(tmp_path, policy_copy, "float32", "float32")
     export(run)
-    before = snapshot(Path(run.policy_dir))
+    before = refusals.snapshot(Path(run.policy_dir))
     following = begin(tmp_path, "next", policy={"model": run.policy_dir}, train=again)
     check_start(following.read_config(RunConfig))
     started(following)
@@ -298,7 +298,7 @@ def test_the_trained_policy_is_a_model_like_any_other(
         RunConfig.model_validate({"policy": {"model": run.policy_dir}, "train": again}), tmp_path / "scratch"
     )
     assert has_weights(served.weights.uri) and has_weights(served.start_dir)
-    assert snapshot(Path(run.policy_dir)) == before
+    assert refusals.snapshot(Path(run.policy_dir)) == before
 
 
 def test_an_adapter_that_is_not_there_is_not_tried(tmp_path: Path) -> None:

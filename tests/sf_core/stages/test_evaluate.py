@@ -16,9 +16,9 @@ from sf_core.stages.evaluate import Evaluation, open_evaluation
 from sf_core.stages.settling.stored_config import read_stored_config
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
+from tests.bench import runs
 from tests.bench.commands import sf
-from tests.bench.runs import commit, configure, pretend
-from tests.sf_core.reports.test_cleanup import served
+from tests.bench.reports.cleanup import served
 
 MEASURED = {"reward_mean": 0.75, "num_tasks": 64, "sessions": 63, "by_environment": {"spell": 0.75}}
 
@@ -27,9 +27,9 @@ MEASURED = {"reward_mean": 0.75, "num_tasks": 64, "sessions": 63, "by_environmen
 def halfway_run(tmp_path: Path) -> RunDirectory:
     """A run with two of four iterations done, whose newest version is not evaluated."""
     run = RunDirectory(str(tmp_path / "runs" / "r"))
-    configure(run, train={"iterations": 4}, evaluate={"num_tasks": 64})
-    pretend(run, 2, finished=False)
-    commit(run, 0, "evaluate", data=MEASURED)
+    runs.configure(run, train={"iterations": 4}, evaluate={"num_tasks": 64})
+    runs.pretend(run, 2, finished=False)
+    runs.commit(run, 0, "evaluate", data=MEASURED)
     return run
 
 
@@ -46,7 +46,7 @@ def test_the_newest_version_is_measured_as_the_run_was_configured(halfway_run: R
 
 
 def test_a_version_that_was_measured_is_shown_without_starting_anything(halfway_run: RunDirectory) -> None:
-    commit(halfway_run, 2, "evaluate", data=MEASURED)
+    runs.commit(halfway_run, 2, "evaluate", data=MEASURED)
     before = RunDirectory(halfway_run.uri).read_config(RunConfig)
     line = "held-out reward of version 2: 0.750 (spell 0.750) over 63 sessions, measured before"
     assert sf("evaluate", halfway_run.uri) == (0, line)
@@ -55,7 +55,7 @@ def test_a_version_that_was_measured_is_shown_without_starting_anything(halfway_
 
 
 def test_a_version_is_not_measured_over_another_number_of_tasks(halfway_run: RunDirectory) -> None:
-    commit(halfway_run, 2, "evaluate", data=MEASURED)
+    runs.commit(halfway_run, 2, "evaluate", data=MEASURED)
     code, output = sf("evaluate", halfway_run.uri, "--set", "evaluate.num_tasks=1000")
     assert (code, "on 64 tasks, not 1000; leave evaluate.num_tasks out" in output) == (1, True)
 
@@ -100,12 +100,12 @@ def test_a_command_has_waited_for_the_flow_that_it_starts(
 
 def test_a_run_without_a_policy_cannot_be_measured(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
-    configure(run)
+    runs.configure(run)
     with pytest.raises(
         ValueError, match="r: the run has no policy to evaluate yet; continue the run with `sf resume "
     ):
         evaluation(run)
-    commit(run, None, "start")
+    runs.commit(run, None, "start")
     assert evaluation(run).version == 0
 
 

@@ -32,9 +32,9 @@ from storage.tables.batches import read_batch, select_training_rows
 from storage.tables.parquet import numpy_rows
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import images_of
-from tests.bench.dataplane.planes import ServedPlane, attended, running_app, say
+from tests.bench import runs
+from tests.bench.dataplane import planes
 from tests.bench.refusals import check_sentence
-from tests.bench.runs import configure, conversation, sample
 
 ITERATION = 1
 
@@ -53,7 +53,7 @@ RULES: dict[str, Any] = {
 class Sampled:
     """A run whose engine samples as many tokens as the test says; requests come one by one."""
 
-    plane: ServedPlane
+    plane: planes.ServedPlane
     directory: RunDirectory
     ref: RunRef
     lengths: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Sampled:
     def batch(self, **settings: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
         """Seal and filter. Returns each row's session and advantages of trained tokens, and the filter's
         data. Checks what holds for any row."""
-        configure(self.directory, train={"iterations": 5, **settings})
+        runs.configure(self.directory, train={"iterations": 5, **settings})
         rollout(self.ref, ITERATION)
         found = filter(self.ref, ITERATION)
         manifest = self.directory.read_manifest(ITERATION, "filter")
@@ -99,12 +99,12 @@ class Sampled:
 
 @pytest.fixture
 def sampled(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Sampled]:
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, model_dir) as plane:
+    with planes.running_app(grace_s=0.1) as url, planes.attended(url, tmp_path, model_dir) as plane:
         directory = RunDirectory(str(tmp_path / "run"))
-        configure(directory)
+        runs.configure(directory)
         run = Sampled(plane, directory, RunRef("run", directory.uri, url, attempt=1))
         plane.register(**RULES)
-        plane.connect(lambda prompt, seed: say(renderer, "x" * (run.lengths.pop(0) - 1)))
+        plane.connect(lambda prompt, seed: planes.say(renderer, "x" * (run.lengths.pop(0) - 1)))
         yield run
 
 
@@ -207,7 +207,7 @@ def test_a_batch_of_which_nothing_trains_is_refused_with_the_reason(sampled: Sam
 
 def test_what_needs_scores_is_left_to_the_train_step(sampled: Sampled) -> None:
     fill(sampled)
-    configure(sampled.directory, train={"iterations": 5, "weights": [{"kind": "surprising"}]})
+    runs.configure(sampled.directory, train={"iterations": 5, "weights": [{"kind": "surprising"}]})
     rollout(sampled.ref, ITERATION)
     assert "zero_advantage_share" not in filter(sampled.ref, ITERATION)
     manifest = sampled.directory.read_manifest(ITERATION, "filter")
@@ -218,8 +218,8 @@ def test_what_needs_scores_is_left_to_the_train_step(sampled: Sampled) -> None:
 
 def filtered(run: RunDirectory, rows: Sequence[Trajectory], **settings: Any) -> tuple[pa.Table, Any]:
     """What the filter makes of these rows, and its data."""
-    configure(run, rollout={"group_size": 100}, train={"iterations": 5, **settings})
-    sample(run, ITERATION, list(rows))
+    runs.configure(run, rollout={"group_size": 100}, train={"iterations": 5, **settings})
+    runs.sample(run, ITERATION, list(rows))
     found = filter(RunRef(run.run_id, run.uri, "", attempt=1), ITERATION)
     manifest = run.read_manifest(ITERATION, "filter")
     assert manifest is not None
@@ -231,7 +231,7 @@ def answered(group: int, place: int, reward: float, version: int = 0, **changes:
     said = [{"role": role, "content": "x"} for role in ("user", "assistant", "assistant")]
     versions = np.array([-1, version, version], np.int32)
     names = {"group_id": f"g{group}", "session_id": f"g{group}.{place}", "branch_id": f"g{group}.{place}.b0"}
-    return conversation(said, reward=reward, policy_versions=versions, **names | changes)
+    return runs.conversation(said, reward=reward, policy_versions=versions, **names | changes)
 
 
 def test_a_session_of_which_a_picture_is_lost_does_not_train_and_is_named(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from sf_core.stages.lease import open_judges, serve_lease, tasks_to_work_on
 from sf_core.stages.run import RunRef
 from sf_core.types import Endpoint, Task
 from storage.run_directory import RunDirectory
+from tests.bench import waits
 from tests.bench.dataplane.planes import ServedPlane
 from tests.bench.runs import configure
-from tests.patience import patience, wait_until
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,15 @@ def test_only_a_lease_that_was_revoked_begins_a_switch_to_training(
     tmp_path: Path, served_plane: ServedPlane, route: str, reason: str, is_switch: bool
 ) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory, engine={"kind": "scripted", "script": "tests.e2e.echo_package:script"})
+    configure(directory, engine={"kind": "scripted", "script": "tests.bench.stacks.echo_package:script"})
     ref = RunRef("run", directory.uri, served_plane.url, attempt=1)
     served_plane.register()
     worker = WorkerState("t0")
     with ThreadPoolExecutor() as pool:
         lease = pool.submit(serve_lease, worker, ref, Lease("rollout", "t0", "t0-0.1"), epoch=1)
-        wait_until(lambda: bool(served_plane.live_engines()))
+        waits.wait_until(lambda: bool(served_plane.live_engines()))
         served_plane.post(f"/runs/run/{route}", {"attempt": 1} if route == "release" else {"within_s": 5})
-        assert lease.result(timeout=patience()) == reason
+        assert lease.result(timeout=waits.patience()) == reason
     worker.close()
     switching = worker.measure_switches(ref.uri, 10)
     switching.note_training(Timeline(directory, "t0", "train", "train-0.1"))

@@ -16,10 +16,9 @@ from sf_core.types import Task
 from storage import files
 from storage.attempts import Attempt
 from storage.run_directory import STAGES, RunDirectory
-from tests.bench.ages import age
-from tests.bench.dataplane.planes import attended, running_app
-from tests.bench.refusals import clear_refusal
-from tests.bench.runs import commit, configure
+from tests import bench
+from tests.bench import runs
+from tests.bench.dataplane import planes
 
 
 def configured(folder: Path, url: str | None = "http://127.0.0.1:8700") -> RunConfig:
@@ -66,7 +65,7 @@ def test_an_attempt_removes_what_killed_writers_left_and_nothing_that_is_written
     with files.writer(directory.partition("opened", 0) + "/x.parquet") as written:
         written.write(b"whole")
         written.flush()
-        age(directory.uri)
+        bench.ages.age(directory.uri)
         begin_attempt(configured(tmp_path))
     assert not any(file.exists() for file in left)
     assert files.read_bytes(directory.partition("opened", 0) + "/x.parquet") == b"whole"
@@ -76,14 +75,16 @@ def test_no_attempt_begins_at_another_data_plane_than_the_one_that_has_the_run_o
     tmp_path: Path, model_dir: str
 ) -> None:
     with (
-        running_app() as url,
-        running_app() as other_url,
-        attended(url, tmp_path, model_dir) as plane,
+        planes.running_app() as url,
+        planes.running_app() as other_url,
+        planes.attended(url, tmp_path, model_dir) as plane,
     ):
         plane.register(attempt=1)
         config = configured(tmp_path).model_copy(update={"run_id": "run"})
         elsewhere = config.model_copy(update={"dataplane": DataplaneConfig(url=other_url)})
-        with clear_refusal("run run", f"process {os.getpid()} on ", "dataplane.url", "attempt 1"):
+        with bench.refusals.clear_refusal(
+            "run run", f"process {os.getpid()} on ", "dataplane.url", "attempt 1"
+        ):
             begin_attempt(elsewhere)
         assert not RunDirectory(config.run_dir).exists()
         assert begin_attempt(config.model_copy(update={"dataplane": DataplaneConfig(url=url)})).attempt == 1
@@ -94,8 +95,8 @@ def test_no_attempt_begins_at_another_data_plane_than_the_one_that_has_the_run_o
 def test_an_attempt_at_another_run_leaves_nothing_of_one_without_a_batch(tmp_path: Path) -> None:
     config = configured(tmp_path)
     run = RunDirectory(begin_attempt(config).uri)
-    commit(run, None, "start", data={"origin": "first"})
-    commit(run, 0, "evaluate")
+    runs.commit(run, None, "start", data={"origin": "first"})
+    runs.commit(run, 0, "evaluate")
     kept = [run.path("logs", "flow.log"), run.path("opened", "iteration=0", "a.parquet")]
     for uri in (*kept, run.path("start", "a"), run.path("evaluations", "a"), run.metrics_file("devices", 0)):
         files.write_atomic(uri, b"a")
@@ -107,7 +108,7 @@ def test_an_attempt_at_another_run_leaves_nothing_of_one_without_a_batch(tmp_pat
     left = sorted(path.name for path in Path(run.uri).iterdir())
     assert left == ["attempts", "config.json", "logs", "opened"]
     # an attempt that had looked before this batch was there
-    commit(run, 0, "rollout", attempt=ref.attempt)
+    runs.commit(run, 0, "rollout", attempt=ref.attempt)
     with pytest.raises(ValueError, match="r was started with seed 8, not 9; choose another run_id"):
         begin_attempt(config.model_copy(update={"seed": 9}))
     assert run.read_config(RunConfig).seed == 8
@@ -117,11 +118,11 @@ def test_deadlines_of_workers_grow_with_the_time_that_copying_the_policy_took(tm
     small = configured(tmp_path / "small")
     config = configured(tmp_path / "large")
     run = begin_attempt(small)
-    commit(RunDirectory(run.uri), None, "start", data={"copied_s": 1.9})
+    runs.commit(RunDirectory(run.uri), None, "start", data={"copied_s": 1.9})
     assert OpenRun(run).config == small, "what is so small takes no time"
     run = begin_attempt(config)
     assert OpenRun(run).config == config
-    commit(RunDirectory(run.uri), None, "start", data={"copied_s": 10.0})
+    runs.commit(RunDirectory(run.uri), None, "start", data={"copied_s": 10.0})
     opened = OpenRun(run).config
     grown = {
         "yield": opened.cluster.yield_timeout_s - config.cluster.yield_timeout_s,
@@ -138,7 +139,7 @@ def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path:
     older = begin_attempt(config)
     newer = begin_attempt(config)
     for stage in STAGES:
-        commit(RunDirectory(newer.uri), 0, stage, attempt=newer.attempt)
+        runs.commit(RunDirectory(newer.uri), 0, stage, attempt=newer.attempt)
     refusal = "r: attempt 1 was superseded by a later attempt and must not "
     with pytest.raises(ValueError, match=f"{refusal}continue with iteration 0"):
         OpenRun(older).list_pending_stages(0)
@@ -155,7 +156,7 @@ def test_stages_are_pending_in_order_from_the_first_that_is_not_committed(tmp_pa
         iteration = run.iterations_left().start
         stage = run.list_pending_stages(iteration)[0]
         seen.append((iteration, stage))
-        commit(run.directory, iteration, stage)
+        runs.commit(run.directory, iteration, stage)
     assert seen == [(iteration, stage) for iteration in (0, 1) for stage in STAGES]
 
 
@@ -164,17 +165,17 @@ def test_another_attempt_says_with_which_iteration_it_continues(tmp_path: Path) 
     first = OpenRun(begin_attempt(config))
     assert first.describe_resumption() == ""
     for stage in STAGES:
-        commit(first.directory, 0, stage)
+        runs.commit(first.directory, 0, stage)
     second = OpenRun(begin_attempt(config))
     assert second.describe_resumption() == "attempt 2 continues with iteration 1, 2 of 40"
-    commit(second.directory, 1, "rollout", attempt=2)
+    runs.commit(second.directory, 1, "rollout", attempt=2)
     told = "attempt 2 continues with iteration 1, 2 of 40, whose rollout is committed"
     assert second.describe_resumption() == told
-    commit(second.directory, 1, "filter", attempt=2)
+    runs.commit(second.directory, 1, "filter", attempt=2)
     told = "attempt 2 continues with iteration 1, 2 of 40, whose rollout and filter are committed"
     assert second.describe_resumption() == told
     for number, stage in product(range(1, 40), STAGES):
-        commit(second.directory, number, stage, attempt=2)
+        runs.commit(second.directory, number, stage, attempt=2)
     told = "attempt 2 continues after the last iteration, with the evaluation"
     assert second.describe_resumption() == told
 
@@ -182,7 +183,7 @@ def test_another_attempt_says_with_which_iteration_it_continues(tmp_path: Path) 
 def test_a_run_goes_on_from_its_first_gap(tmp_path: Path) -> None:
     run = OpenRun(begin_attempt(configured(tmp_path)))
     for iteration, stage in [(0, "rollout"), (0, "train"), (1, "rollout")]:
-        commit(run.directory, iteration, stage)
+        runs.commit(run.directory, iteration, stage)
     assert run.iterations_left() == range(run.config.train.iterations)
     assert run.list_pending_stages(0) == ["filter", "publish"]
 
@@ -192,9 +193,9 @@ def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
     model_dir: str,
 ) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory, train={"iterations": 5}, evaluate={"every": 2, "num_tasks": 3})
-    commit(directory, 2, "evaluate")
-    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
+    runs.configure(directory, train={"iterations": 5}, evaluate={"every": 2, "num_tasks": 3})
+    runs.commit(directory, 2, "evaluate")
+    with planes.running_app() as url, planes.attended(url, tmp_path, model_dir) as plane:
         run = OpenRun(RunRef("run", directory.uri, url, attempt=1))
         plane.register()
         for version in (0, 0, 1, 2, 3, 5):
@@ -224,7 +225,7 @@ def test_the_data_plane_is_told_what_judges_may_take_and_who_scores(
 ) -> None:
     environment = {"reward": f"{__name__}:judging", "judges": judges}
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory, environment=environment)
+    runs.configure(directory, environment=environment)
     said: dict[str, Any] = {}
     monkeypatch.setattr(DataplaneClient, "register", lambda client, **spec: said.update(spec))
     OpenRun(RunRef("run", directory.uri, "http://127.0.0.1:1", attempt=1)).register()
@@ -237,10 +238,10 @@ def test_no_version_is_measured_but_the_one_that_engines_serve(
     model_dir: str,
 ) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory)
+    runs.configure(directory)
     for iteration, stage in product(range(3), STAGES):
-        commit(directory, iteration, stage, data={"groups": [], "rejected": {}})
-    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
+        runs.commit(directory, iteration, stage, data={"groups": [], "rejected": {}})
+    with planes.running_app() as url, planes.attended(url, tmp_path, model_dir) as plane:
         ref = RunRef("run", directory.uri, url, attempt=1)
         plane.register()
         for version in (0, 2, 4):
@@ -282,5 +283,5 @@ def test_the_learning_rate_is_the_one_derived_at_the_start_unless_it_is_named(
     config = configured(tmp_path)
     config = config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": given})})
     run = begin_attempt(config)
-    commit(RunDirectory(run.uri), None, "start", data=data)
+    runs.commit(RunDirectory(run.uri), None, "start", data=data)
     assert OpenRun(run).config.train.rate == expected

@@ -19,10 +19,9 @@ from storage.files import list_files
 from storage.run_directory import RunDirectory
 from storage.tensors.weight_delta import FILE_NAME as DELTA
 from storage.tensors.weights import load_weights
-from tests.bench.runs import commit, configure, copy_run
-from tests.bench.trained_runs import train
-from tests.bench.training.pictures import loaded, predict, seeing_batch, seeing_policy, seen_by_transformers
-from tests.closeness import FORWARD, assert_rounded
+from tests import bench
+from tests.bench import runs
+from tests.bench.training import pictures
 
 ROWS = [[([3, name, 2], 4), ([1, "2", 1], 3)] for name in "0104"]
 
@@ -40,15 +39,15 @@ def trained(folder: Path, **settings: Any) -> RunDirectory:
     policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "sees": True}
     policy |= settings.pop("policy", {})
     # so small that few weights of bfloat16 change
-    config = configure(run, policy=policy, train={"learning_rate": 1e-6} | settings)
-    sight = seeing_policy(str(folder / "sight"))
+    config = runs.configure(run, policy=policy, train={"learning_rate": 1e-6} | settings)
+    sight = pictures.seeing_policy(str(folder / "sight"))
     batches = [
-        seeing_batch(sight, run.media_dir, ROWS, group_size=4, version=version, seed=version)
+        pictures.seeing_batch(sight, run.media_dir, ROWS, group_size=4, version=version, seed=version)
         for version in range(2)
     ]
-    train(run, config, batches)
+    bench.trained_runs.train(run, config, batches)
     for iteration in range(2):
-        commit(run, iteration, "rollout", data={"groups": [iteration], "rejected": {}})
+        runs.commit(run, iteration, "rollout", data={"groups": [iteration], "rejected": {}})
     export_policy(OpenRun(RunRef("run", run.uri, dataplane_url="", attempt=1)))
     return run
 
@@ -84,9 +83,9 @@ def test_language_tensors_alone_are_published_and_the_whole_policy_is_exported(
         for name, tensor in wanted.items():
             assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
     assert replay(run.uri, 1).equal
-    model = loaded(run.policy_dir)
-    batch = seeing_batch(run.start_dir, run.media_dir, ROWS)
-    scores = seen_by_transformers(model, run.policy_dir, run.media_dir, batch)
+    model = pictures.loaded(run.policy_dir)
+    batch = pictures.seeing_batch(run.start_dir, run.media_dir, ROWS)
+    scores = pictures.seen_by_transformers(model, run.policy_dir, run.media_dir, batch)
     assert all(own.isfinite().all() for own in scores)
 
 
@@ -106,15 +105,15 @@ def test_a_reference_and_a_critic_see_too(tmp_path: Path, renew_every: int | Non
 def test_a_teacher_sees_too(tmp_path: Path, divergence: str) -> None:
     teacher = {"model": str(tmp_path / "sight"), "divergence": divergence}
     run = trained(tmp_path, teacher=teacher, advantage="none")
-    batch = seeing_batch(run.start_dir, run.media_dir, ROWS)
+    batch = pictures.seeing_batch(run.start_dir, run.media_dir, ROWS)
     folders = run.start_dir, str(tmp_path / "sight")
-    measure = predict if divergence == "reverse" else seen_by_transformers
+    measure = pictures.predict if divergence == "reverse" else pictures.seen_by_transformers
     with torch.no_grad():
-        own, taught = (torch.cat(measure(loaded(one), one, run.media_dir, batch)) for one in folders)
+        own, taught = (torch.cat(measure(pictures.loaded(one), one, run.media_dir, batch)) for one in folders)
     gaps = ((own - taught) * own.exp()).sum(1) if divergence == "reverse" else own - taught
     measured = run.read_committed(0, "train").data["teacher_kl"]
     # of log-probs that count, because their probability is that of a sampled token
-    assert_rounded(measured, gaps.mean(), FORWARD, scale=6.0)
+    bench.closeness.assert_rounded(measured, gaps.mean(), bench.closeness.FORWARD, scale=6.0)
 
 
 def test_a_run_starts_from_the_whole_policy_that_its_warm_start_has_made(
@@ -144,7 +143,7 @@ def test_an_adapter_of_the_language_part_is_merged_into_the_export(tmp_path: Pat
 def test_a_version_that_is_measured_apart_is_the_whole_policy(
     plain_run: RunDirectory, tmp_path: Path
 ) -> None:
-    run = copy_run(plain_run, tmp_path)
+    run = runs.copy_run(plain_run, tmp_path)
     measurement = open_measurement(run.uri, 1, [])
     measurement.begin()
     assert not measurement.config.policy.sees

@@ -31,14 +31,13 @@ from sf_core.training.warmstart import warmstart
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
-from tests.bench.commands import sf
-from tests.bench.refusals import clear_refusal
-from tests.bench.runs import commit, configure
+from tests import bench
+from tests.bench import runs, started
 
 
 def test_an_export_that_was_cut_off_is_done_again_as_a_whole(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory)
+    runs.configure(directory)
     save_weights(directory.start_dir, {"w": torch.ones(2)}, 0)
     for name in ("config.json", "tokenizer.json"):
         files.write_atomic(f"{directory.start_dir}/{name}", b"{}")
@@ -58,8 +57,8 @@ def test_a_run_names_and_exports_the_dtype_that_is_served(tmp_path: Path, stored
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, stored))
     loaded.save_pretrained(model)
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory, policy={"model": str(model), "dtype": dtype})
-    started(directory)
+    runs.configure(directory, policy={"model": str(model), "dtype": dtype})
+    started.started(directory)
     manifest = directory.read_manifest(None, "start")
     assert manifest is not None
     directory.verify(manifest)
@@ -79,8 +78,8 @@ def test_the_dtype_is_named_by_the_word_that_the_configuration_has_for_it(
     for known, named in (({}, "dtype"), ({"torch_dtype": "float32"}, "torch_dtype")):
         (policy_copy / "config.json").write_text(json.dumps(shape | known), encoding="utf-8")
         directory = RunDirectory(str(tmp_path / f"run-{named}"))
-        configure(directory, policy={"model": str(policy_copy), "dtype": "bfloat16"})
-        started(directory)
+        runs.configure(directory, policy={"model": str(policy_copy), "dtype": "bfloat16"})
+        started.started(directory)
         copied = json.loads((Path(directory.start_dir) / "config.json").read_text(encoding="utf-8"))
         assert copied == shape | {named: "bfloat16"}
 
@@ -90,7 +89,7 @@ def test_a_run_keeps_the_dtype_that_was_fast_where_it_started(
     tmp_path: Path, policy_copy: Path, monkeypatch: pytest.MonkeyPatch, is_fast: bool
 ) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory, policy={"model": str(policy_copy), "dtype": "auto"})
+    runs.configure(directory, policy={"model": str(policy_copy), "dtype": "auto"})
     monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: is_fast)
     assert start(RunRef("run", directory.uri, dataplane_url="", attempt=1))["dtype"] == DTYPES[is_fast]
     # on a machine of the other kind
@@ -108,7 +107,7 @@ DTYPES = {False: "float32", True: "bfloat16"}
 
 def test_an_emulated_run_exports_no_policy(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory, engine={"kind": "emulated"})
+    runs.configure(directory, engine={"kind": "emulated"})
     save_weights(directory.start_dir, {"w": torch.ones(2)}, 0)
     export_policy(OpenRun(RunRef("run", directory.uri, dataplane_url="", attempt=1)))
     assert files.list_files(directory.policy_dir) == []
@@ -116,7 +115,7 @@ def test_an_emulated_run_exports_no_policy(tmp_path: Path) -> None:
 
 def test_a_run_does_not_go_on_from_a_start_folder_that_was_changed(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory)
+    runs.configure(directory)
     ref = RunRef("run", directory.uri, dataplane_url="", attempt=1)
     data = start(ref)
     assert Path(data["source"]).is_dir() and start(ref) == data
@@ -124,15 +123,6 @@ def test_a_run_does_not_go_on_from_a_start_folder_that_was_changed(tmp_path: Pat
     tokenizer.write_bytes(tokenizer.read_bytes().replace(b"a", b"b", 1))
     with pytest.raises(ValueError, match=r"tokenizer\.json: the content differs from what start wrote"):
         start(ref)
-
-
-def from_model(run: RunDirectory, model: Path, **sections: Any) -> RunConfig:
-    root = run.uri.rpartition("/")[0]
-    return configure(run, policy={"model": str(model)}, storage={"root": root}, **sections)
-
-
-def started(run: RunDirectory) -> dict[str, Any]:
-    return start(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
 
 
 def test_an_engine_that_computes_nothing_goes_with_any_context_and_trainer() -> None:
@@ -153,23 +143,23 @@ def test_a_model_that_cannot_be_talked_to_is_refused_before_anything_starts(
 ) -> None:
     (policy_copy / file).unlink()
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, policy_copy)
+    config = started.from_model(run, policy_copy)
     for refuse in (lambda: check_start(config), lambda: check_start(config, by_a_worker=True)):
-        with clear_refusal(f"policy.model: {policy_copy}: {sentence}"):
+        with bench.refusals.clear_refusal(f"policy.model: {policy_copy}: {sentence}"):
             refuse()
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        started(run)
+        started.started(run)
     assert not Path(run.start_dir).exists()
 
 
 def test_a_broken_tokenizer_is_refused_in_one_sentence(tmp_path: Path, policy_copy: Path) -> None:
     (policy_copy / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with clear_refusal(f"policy.model: {policy_copy}: tokenizer or template is broken: "):
-        check_start(from_model(RunDirectory(str(tmp_path / "r")), policy_copy))
+    with bench.refusals.clear_refusal(f"policy.model: {policy_copy}: tokenizer or template is broken: "):
+        check_start(started.from_model(RunDirectory(str(tmp_path / "r")), policy_copy))
 
 
 def test_a_folder_that_only_a_worker_has_is_left_to_it(tmp_path: Path) -> None:
-    config = from_model(RunDirectory(str(tmp_path / "r")), Path("/nowhere"))
+    config = started.from_model(RunDirectory(str(tmp_path / "r")), Path("/nowhere"))
     check_start(config, by_a_worker=True)
     check_memory(PolicySizes.of(config), [Worker("r0", frozenset({"rollout"}), memory=1)])
 
@@ -178,11 +168,11 @@ def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(
     tmp_path: Path, policy_copy: Path
 ) -> None:
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, policy_copy)
-    started(run)
+    config = started.from_model(run, policy_copy)
+    started.started(run)
     shutil.rmtree(policy_copy)
     check_start(config)
-    assert started(run)["source"] == str(policy_copy)
+    assert started.started(run)["source"] == str(policy_copy)
 
 
 @pytest.mark.parametrize(("file", "sentence"), WITHOUT)
@@ -190,20 +180,20 @@ def test_a_run_that_copied_a_broken_folder_goes_on_once_the_folder_is_mended(
     tmp_path: Path, policy_copy: Path, file: str, sentence: str
 ) -> None:
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, policy_copy)
+    config = started.from_model(run, policy_copy)
     missing = (policy_copy / file).read_bytes()
     (policy_copy / file).unlink()
     copies = files.copy_folder(str(policy_copy), run.start_dir)
     (Path(run.start_dir) / "left.json").write_bytes(b"{}")
-    commit(run, None, "start", outputs=copies, data={"source": str(policy_copy)})
+    runs.commit(run, None, "start", outputs=copies, data={"source": str(policy_copy)})
     # as long as it is not mended, it is said what is wrong with it
     with pytest.raises(ValueError, match=re.escape(sentence)):
         check_start(config)
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        started(run)
+        started.started(run)
     (policy_copy / file).write_bytes(missing)
     check_start(config)
-    started(run)
+    started.started(run)
     open_renderer(run.start_dir)
     assert sorted(path.name for path in Path(run.start_dir).iterdir()) == sorted(
         path.name for path in policy_copy.iterdir()
@@ -216,7 +206,7 @@ def test_a_run_that_copied_a_broken_folder_goes_on_once_the_folder_is_mended(
 def test_an_architecture_that_the_trainers_do_not_know_is_refused_before_the_start(
     tmp_path: Path, policy_copy: Path
 ) -> None:
-    config = from_model(RunDirectory(str(tmp_path / "r")), policy_copy, train={"backend": "megatron"})
+    config = started.from_model(RunDirectory(str(tmp_path / "r")), policy_copy, train={"backend": "megatron"})
     check_start(config)
     shape = json.loads((policy_copy / "config.json").read_text(encoding="utf-8"))
     (policy_copy / "config.json").write_text(json.dumps(shape | {"model_type": "mistral"}), encoding="utf-8")
@@ -233,9 +223,9 @@ def test_heads_of_which_vllm_on_the_cpu_knows_none_are_refused_before_the_start(
     narrow.save_pretrained(policy_copy)
 
     def config(**engine: Any) -> RunConfig:
-        return from_model(RunDirectory(str(tmp_path / "r")), policy_copy, engine=engine)
+        return started.from_model(RunDirectory(str(tmp_path / "r")), policy_copy, engine=engine)
 
-    with clear_refusal("a width of 16 (head_dim)", "32, 64, 80,", "use engine.kind torch"):
+    with bench.refusals.clear_refusal("a width of 16 (head_dim)", "32, 64, 80,", "use engine.kind torch"):
         check_start(config(kind="vllm"))
     check_start(config(kind="torch"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -246,7 +236,7 @@ def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
     tmp_path: Path, policy_copy: Path
 ) -> None:
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, policy_copy, engine={"context_length": 2048})
+    config = started.from_model(run, policy_copy, engine={"context_length": 2048})
     shape = json.loads((policy_copy / "config.json").read_text(encoding="utf-8"))
     (policy_copy / "config.json").write_text(
         json.dumps(shape | {"max_position_embeddings": 1024}), encoding="utf-8"
@@ -268,7 +258,7 @@ def test_a_cache_larger_than_this_machine_is_refused_before_anything_starts(
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"storage: {{root: {tmp_path}}}\nengine: {{max_running: 2000000000}}\n", encoding="utf-8")
-    code, output = sf(command, str(file))
+    code, output = bench.commands.sf(command, str(file))
     assert code != 0 and "worker t0 has " in output, output
     assert "for the KV cache of 2000000000 requests (engine.max_running)" in output
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
@@ -282,7 +272,7 @@ def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(policy_
     opened = open_model(
         str(policy_copy), str(policy_copy), context_length=40, dtype=torch.float32, device=device
     )
-    with clear_refusal(
+    with bench.refusals.clear_refusal(
         f"needs {foretold / 1e9:,.1f} GB",
         "100000000000 requests (engine.max_running) of 40 tokens (engine.context_length)",
         "more than the cpu device has left",

@@ -27,7 +27,7 @@ def test_engines_that_serve_other_weights_end_the_step() -> None:
 
 
 def test_log_probs_that_no_policy_gave_are_not_compared() -> None:
-    scripted = {"kind": "scripted", "script": "tests.e2e.echo_package:script"}
+    scripted = {"kind": "scripted", "script": "tests.bench.stacks.echo_package:script"}
     check_engines(RunConfig.model_validate({"engine": scripted}), 3, compared(4.3))
 
 

@@ -18,8 +18,8 @@ from sf_core.environments.quickstart import Quickstart
 from sf_core.environments.screen.environment import ScreenOfButtons
 from sf_core.models.builtin import make_policy
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
+from tests.bench.dataplane.prompts.folders import renderer
 from tests.bench.refusals import check_sentence
-from tests.sf_core.dataplane.prompts.folders import renderer
 
 
 def warmed(steps: int, size: int, **more: Any) -> RunConfig:

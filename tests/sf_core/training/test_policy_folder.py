@@ -24,9 +24,9 @@ from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy, read_model_config
 from storage.run_directory import RunDirectory
+from tests.bench import started
 from tests.bench.refusals import check_sentence
 from tests.bench.training.pictures import seeing_policy
-from tests.sf_core.stages.test_start import from_model, started
 
 
 def rewrite(file: Path, **facts: Any) -> None:
@@ -141,10 +141,10 @@ def test_a_folder_that_cannot_be_trained_is_refused_in_one_sentence(
     make, sentence = UNTRAINABLE[kind]
     make(policy_copy)
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, policy_copy)
+    config = started.from_model(run, policy_copy)
     refuse = {"plan": lambda: explain_plan(config), "check": lambda: check_start(config)}
     with pytest.raises(ValueError) as refused:
-        refuse.get(place, lambda: started(run))()
+        refuse.get(place, lambda: started.started(run))()
     check_sentence(str(refused.value), "policy.model: ", str(policy_copy), sentence)
     assert not Path(run.start_dir).exists()
 
@@ -287,8 +287,8 @@ def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_f
     sentence = "its chat template ends turns with <|im_end|>, so answers end there too"
     assert sentence in describe_policy(str(base_model))
     run = RunDirectory(str(tmp_path / "r"))
-    from_model(run, base_model)
-    started(run)
+    started.from_model(run, base_model)
+    started.started(run)
     named = json.loads(Path(run.start_dir, "generation_config.json").read_text(encoding="utf-8"))
     renderer = open_renderer(run.start_dir)
     # a server of the trained policy takes its ends from there
@@ -296,4 +296,4 @@ def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_f
     assert renderer.stop_token_ids == open_renderer(str(base_model)).stop_token_ids
     assert len(renderer.stop_token_ids) == 2 and sentence not in describe_policy(run.start_dir)
     # its files are those of the manifest
-    started(run)
+    started.started(run)

@@ -14,7 +14,7 @@ from sf_core.training.registry import TRAINERS, check_installed, trainer_backend
 
 
 def config(kind: str, backend: str | None) -> RunConfig:
-    engine = {"kind": kind, "script": "tests.e2e.echo_package:script"}
+    engine = {"kind": kind, "script": "tests.bench.stacks.echo_package:script"}
     return RunConfig.model_validate({"engine": engine, "train": {"backend": backend}})
 
 

@@ -12,10 +12,9 @@ from tokenizers import Tokenizer
 from sf_core.training.teacher_folder import TeacherFolder, check_vocabulary, find_teacher, is_here
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_adapter, load_weights, save_adapter, save_weights
-from tests.bench.policy_server import publish_run
+from tests import bench
+from tests.bench import runs
 from tests.bench.refusals import check_sentence
-from tests.bench.runs import commit, configure
-from tests.bench.trained_runs import start
 
 
 def loaded(teacher: TeacherFolder) -> dict[str, torch.Tensor]:
@@ -29,7 +28,7 @@ def loaded(teacher: TeacherFolder) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def taught(tmp_path: Path) -> RunDirectory:
     """A run that keeps versions 2 and 3, of which 3 has weights of its own."""
-    run = publish_run(tmp_path)
+    run = bench.policy_server.publish_run(tmp_path)
     weights = {name: tensor + 1 for name, tensor in load_weights(run.start_dir).items()}
     save_weights(run.weights_dir(3), weights, 3)
     Path(run.weights_dir(3), "delta.safetensors").write_bytes(b"of no use")
@@ -54,9 +53,9 @@ def test_a_version_of_a_run_is_its_weights_beside_the_files_of_the_start_folder(
 
 def test_a_version_of_a_run_of_an_adapter_is_the_start_folder_and_the_adapter(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "lora"))
-    start(run, configure(run, train={"lora": {"rank": 2, "targets": ["q_proj"]}}))
+    bench.trained_runs.start(run, runs.configure(run, train={"lora": {"rank": 2, "targets": ["q_proj"]}}))
     for stage in ("rollout", "filter", "train", "publish"):
-        commit(run, 0, stage, data={})
+        runs.commit(run, 0, stage, data={})
     about = Path(run.start_adapter_dir, "adapter_config.json").read_bytes()
     save_adapter(run.weights_dir(1), load_adapter(run.start_adapter_dir), about, 1)
     digests = set()

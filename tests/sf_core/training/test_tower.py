@@ -23,23 +23,13 @@ from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trained_model import TrainedModel
 from sf_core.training.tower import Tower
 from storage.media import media_file
-from tests.bench.training.gang import Member, Try
-from tests.bench.training.pictures import (
-    Part,
-    loaded,
-    seeing_batch,
-    seeing_policy,
-    seen_by_transformers,
-    store_named,
-)
-from tests.closeness import FORWARD, assert_gradients, assert_rounded
-from tests.properties import examples
-from tests.sf_core.training.model_contract import Setup, learn
+from tests.bench import closeness, training
+from tests.bench.properties import examples
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return seeing_policy(str(tmp_path_factory.mktemp("policy")))
+    return training.pictures.seeing_policy(str(tmp_path_factory.mktemp("policy")))
 
 
 @pytest.fixture(scope="module")
@@ -66,31 +56,31 @@ ROWS = st.lists(st.lists(st.tuples(PARTS, st.integers(1, 4)), min_size=1, max_si
 )
 @given(rows=ROWS, data=st.data())
 def test_scores_and_gradients_are_those_of_every_row_by_itself(
-    policy: str, media: str, rows: list[list[tuple[list[Part], int]]], data: st.DataObject
+    policy: str, media: str, rows: list[list[tuple[list[training.pictures.Part], int]]], data: st.DataObject
 ) -> None:
     # others fork from them: with the same pictures, or with another one in the place of the first
     other = data.draw(st.sampled_from("012345"))
     forks = [[(_other(parts, other), sampled) for parts, sampled in turns] for turns in rows]
-    batch = seeing_batch(policy, media, [*rows, *rows, *forks])
+    batch = training.pictures.seeing_batch(policy, media, [*rows, *rows, *forks])
     network = Network(policy, tower=Tower(policy, media))
-    reference = loaded(policy)
-    wanted = seen_by_transformers(reference, policy, media, batch)
+    reference = training.pictures.loaded(policy)
+    wanted = training.pictures.seen_by_transformers(reference, policy, media, batch)
     advantages = torch.tensor([row[0] for row in batch["advantages"].to_pylist()])
     sum((own.sum() * by for own, by in zip(wanted, advantages, strict=True)), torch.tensor(0.0)).backward()
     for microbatch in pack(read_rows(batch), Packing(data.draw(st.sampled_from([1 << 20, 60])))):
         logprobs, _ = network.scores(microbatch)
         (logprobs * microbatch.advantages).sum().backward()
         for line, number in enumerate(microbatch.numbers):
-            assert_rounded(logprobs[microbatch.row == line], wanted[number], FORWARD)
+            closeness.assert_rounded(logprobs[microbatch.row == line], wanted[number], closeness.FORWARD)
     expected = {name.replace("language_model.", ""): p.grad for name, p in reference.named_parameters()}
     trained = dict(network.model.named_parameters())
-    assert_gradients(
+    closeness.assert_gradients(
         {name: parameter.grad for name, parameter in trained.items()},
         {name: expected[name] for name in trained},
     )
 
 
-def _other(parts: list[Part], name: str) -> list[Part]:
+def _other(parts: list[training.pictures.Part], name: str) -> list[training.pictures.Part]:
     at = next((place for place, part in enumerate(parts) if isinstance(part, str)), None)
     return [name if place == at else part for place, part in enumerate(parts)]
 
@@ -99,14 +89,16 @@ def test_a_prefix_is_shared_up_to_the_first_picture_that_differs(policy: str, me
     """Pictures 0 and 4 have one size, so that prompts with them have the same ids."""
     same, other = ([([3, name, 2], 4)] for name in "04")
     for second, shared in ((same, 3 + 4 + 2), (other, 3)):
-        batch = seeing_batch(policy, media, [same, second])
+        batch = training.pictures.seeing_batch(policy, media, [same, second])
         assert batch["token_ids"][0].as_py()[:9] == batch["token_ids"][1].as_py()[:9]
         (microbatch,) = pack(read_rows(batch), Packing(1 << 20))
         assert len(microbatch.token_ids) == 2 * (3 + 4 + 2 + 3) - shared
 
 
 def test_rows_without_pictures_are_as_those_of_a_policy_that_does_not_see(policy: str, media: str) -> None:
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([4], 5)], [([4], 3)]])), Packing(1 << 20))
+    (microbatch,) = pack(
+        read_rows(training.pictures.seeing_batch(policy, media, [[([4], 5)], [([4], 3)]])), Packing(1 << 20)
+    )
     assert microbatch.depths.dim() == 1 and microbatch.shown is None
     tower = Tower(policy, media)
     logprobs, _ = Network(policy, tower=tower).scores(microbatch)
@@ -115,7 +107,7 @@ def test_rows_without_pictures_are_as_those_of_a_policy_that_does_not_see(policy
     assert (logprobs > logits.log_softmax(1).gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)).all()
     logits[:, tower.placeholder] = -torch.inf
     expected = logits.log_softmax(1).gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)
-    assert_rounded(logprobs, expected, FORWARD)
+    closeness.assert_rounded(logprobs, expected, closeness.FORWARD)
 
 
 def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +118,13 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
     monkeypatch.setattr(tower._network, "forward", lambda *a, **k: (seen.append(1), see(*a, **k))[1])
     network = Network(policy, tower=tower)
     for _ in range(2):
-        for microbatch in pack(read_rows(seeing_batch(policy, media, rows)), Packing(20)):
+        for microbatch in pack(read_rows(training.pictures.seeing_batch(policy, media, rows)), Packing(20)):
             network.scores(microbatch)
     assert len(seen) == 3
     monkeypatch.setattr(tower_module, "KEPT_BYTES", 1)
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "3"], 2)]])), Packing(20))
+    (microbatch,) = pack(
+        read_rows(training.pictures.seeing_batch(policy, media, [[([2, "3"], 2)]])), Packing(20)
+    )
     network.scores(microbatch)
     # the others are forgotten
     assert len(tower._kept) == 1
@@ -139,19 +133,28 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
 def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: str) -> None:
     text = [([3], 4), (["5", 2], 0)]
     shown = [([3, "0"], 4), (["5", 2], 0)]
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text])), Packing(1 << 20))
+    (microbatch,) = pack(read_rows(training.pictures.seeing_batch(policy, media, [text])), Packing(1 << 20))
     assert microbatch.depths.dim() == 1 and microbatch.pictures == ()
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text, shown])), Packing(1 << 20))
+    (microbatch,) = pack(
+        read_rows(training.pictures.seeing_batch(policy, media, [text, shown])), Packing(1 << 20)
+    )
     assert [picture.start for picture in microbatch.pictures] == [3]
     network = Network(policy, tower=Tower(policy, media))
-    wanted = seen_by_transformers(loaded(policy), policy, media, seeing_batch(policy, media, [text, shown]))
+    wanted = training.pictures.seen_by_transformers(
+        training.pictures.loaded(policy),
+        policy,
+        media,
+        training.pictures.seeing_batch(policy, media, [text, shown]),
+    )
     logprobs, _ = network.scores(microbatch)
     for line, number in enumerate(microbatch.numbers):
-        assert_rounded(logprobs[microbatch.row == line], wanted[number], FORWARD)
+        closeness.assert_rounded(logprobs[microbatch.row == line], wanted[number], closeness.FORWARD)
 
 
 def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "0"], 2)]])), Packing(20))
+    (microbatch,) = pack(
+        read_rows(training.pictures.seeing_batch(policy, media, [[([2, "0"], 2)]])), Packing(20)
+    )
     with pytest.raises(
         ValueError, match=rf"{microbatch.pictures[0].sha256}\.png is missing, but a trajectory"
     ):
@@ -162,7 +165,7 @@ def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: 
 
 
 @dataclass(frozen=True)
-class Seeing(Setup):
+class Seeing(training.model_contract.Setup):
     media: str = ""
 
     def model(self, ranks: Ranks, *, values: bool = False) -> TrainedModel:
@@ -175,25 +178,30 @@ class Seeing(Setup):
 def test_ranks_with_pictures_and_ranks_without_make_one_step(policy: str, media: str, tmp_path: Path) -> None:
     text = ([([3], 5)], [([9, 2], 4)])
     shown = ([([3, "0", 2], 4), (["1", 1], 2)], [([3, "4", 2], 4)])
-    batches = [seeing_batch(policy, media, [*text, *shown]), seeing_batch(policy, media, shown[:1])]
-    gang = [Member(f"t{number}") for number in range(2)]
+    batches = [
+        training.pictures.seeing_batch(policy, media, [*text, *shown]),
+        training.pictures.seeing_batch(policy, media, shown[:1]),
+    ]
+    gang = [training.gang.Member(f"t{number}") for number in range(2)]
     try:
         for number, batch in enumerate(batches):
-            alone = learn(Seeing("", policy, media=media), batch, 24, SingleRank())
+            alone = training.model_contract.learn(Seeing("", policy, media=media), batch, 24, SingleRank())
             for recompute in (False, True):
                 setup = Seeing("", policy, {"train": {"recompute": recompute}}, media=media)
-                one = Try(str(tmp_path), ("t0", "t1"), iteration=2 * number + recompute)
+                one = training.gang.Try(str(tmp_path), ("t0", "t1"), iteration=2 * number + recompute)
                 for member in gang:
-                    member.sit(one, partial(learn, setup, batch, 24))
+                    member.sit(one, partial(training.model_contract.learn, setup, batch, 24))
                 found, other = [member.report() for member in gang]
                 assert not isinstance(found, str) and not isinstance(other, str), (found, other)
-                assert_rounded(found.logprobs, alone.logprobs, FORWARD)
-                assert_gradients(found.gradients, alone.gradients)
-        batch = seeing_batch(policy, media, [*text, [([3, "5", 2], 4)]])
-        Path(media_file(media, store_named(media, "5")[0])).unlink()
-        one = Try(str(tmp_path), ("t0", "t1"), iteration=4, timeout_s=3.0)
+                closeness.assert_rounded(found.logprobs, alone.logprobs, closeness.FORWARD)
+                closeness.assert_gradients(found.gradients, alone.gradients)
+        batch = training.pictures.seeing_batch(policy, media, [*text, [([3, "5", 2], 4)]])
+        Path(media_file(media, training.pictures.store_named(media, "5")[0])).unlink()
+        one = training.gang.Try(str(tmp_path), ("t0", "t1"), iteration=4, timeout_s=3.0)
         for member in gang:
-            member.sit(one, partial(learn, Seeing("", policy, media=media), batch, 24))
+            member.sit(
+                one, partial(training.model_contract.learn, Seeing("", policy, media=media), batch, 24)
+            )
         lost = [member.report() for member in gang]
         assert all(".png is missing, but a trajectory contains this picture" in report for report in lost), (
             lost

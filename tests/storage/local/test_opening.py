@@ -18,7 +18,7 @@ from storage.local import opening
 from storage.local.opening import open_given, open_own
 from storage.locks import FileLock, find_holder
 from storage.tables.parquet import read_table
-from tests.patience import patience
+from tests.bench.waits import patience
 
 READERS: list[Callable[[str], object]] = [
     files.read_bytes,

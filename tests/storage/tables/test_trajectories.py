@@ -28,7 +28,7 @@ from storage.tables.trajectories import (
     to_table,
     write_trajectories,
 )
-from tests.properties import examples
+from tests.bench.properties import examples
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 FLOATS = st.floats(-1e6, 1e6, width=32)

@@ -19,12 +19,9 @@ from storage.files import FileRef
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 from storage.tables.judgements import read_judgements
-from tests.bench.dataplane.planes import say
-from tests.bench.dataplane.restarts import Restarts
-from tests.bench.judge_server import judge_process
-from tests.patience import wait_until
+from tests import bench
+from tests.bench.waits import wait_until
 from tests.sf_core.agents.judges.scorer import scorer_process
-from tests.sf_core.dataplane.runs.test_scoring import run_runner
 
 
 async def ask_patiently(task: Task, endpoint: Endpoint) -> str:
@@ -46,15 +43,17 @@ def test_a_judge_that_fails_costs_no_group_and_no_reward(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
     with ExitStack() as stack:
-        restarts = Restarts(tmp_path, model_dir)
+        restarts = bench.dataplane.restarts.Restarts(tmp_path, model_dir)
         stack.callback(restarts.kill)
         restarts.start()
         plane = restarts.plane
         rules = {"group_size": SIZE, "groups_per_batch": GROUPS, "session_attempts": 20}
         plane.register(scored_apart=True, lag_bound=0, num_batches=1, **rules)
-        plane.connect(lambda prompt, seed: say(renderer, "x"))
+        plane.connect(lambda prompt, seed: bench.dataplane.planes.say(renderer, "x"))
         plane.post("/runs/run/evaluations/0", {"num_tasks": NUM_TASKS})
-        run_runner(plane, "a0", "agent", rules=RolloutConfig(concurrency=4), agent=ask_patiently)
+        bench.dataplane.served_runs.run_runner(
+            plane, "a0", "agent", rules=RolloutConfig(concurrency=4), agent=ask_patiently
+        )
         port = free_port()
         judge_url = f"http://127.0.0.1:{port}/v1"
 
@@ -66,17 +65,17 @@ def test_a_judge_that_fails_costs_no_group_and_no_reward(
             return bool(plane.get("/runs/run/batches/0")["ready"])
 
         with scorer_process(plane.url, "s0", judge_url) as scorer:
-            with judge_process(port, *FAULTS):
+            with bench.judge_server.judge_process(port, *FAULTS):
                 wait_until(lambda: num_finished() > 4)
             # the judge was killed: answers come back unjudged
             told = plane.get("/runs/run")["counters"].get("unjudged", 0)
             wait_until(lambda: plane.get("/runs/run")["counters"].get("unjudged", 0) > told)
             restarts.restart()
-            with judge_process(port, *FAULTS):
+            with bench.judge_server.judge_process(port, *FAULTS):
                 before = num_finished()
                 wait_until(lambda: num_finished() > before)
                 scorer.kill()
-        with judge_process(port, *FAULTS), scorer_process(plane.url, "s1", judge_url):
+        with bench.judge_server.judge_process(port, *FAULTS), scorer_process(plane.url, "s1", judge_url):
             wait_until(lambda: num_finished() == NUM_TASKS and is_ready())
             restarts.restart()
             wait_until(is_ready)

@@ -17,8 +17,8 @@ from sf_core.agents.judges.judges import Judges, endpoint_of, takes_judges
 from sf_core.config.rollout_config import JudgeConfig
 from sf_core.types import Endpoint, NotJudged
 from storage.tables.judgements import Judgement
-from tests.bench.judge_server import MODEL, NO_VERDICTS, JudgeServer
-from tests.patience import patience
+from tests.bench import judge_server
+from tests.bench.waits import patience
 
 Asking = Callable[[Mapping[str, Judge]], Awaitable[Any]]
 
@@ -29,12 +29,14 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
-    with JudgeServer(getattr(request, "param", ())).serving() as served:
+def server(request: pytest.FixtureRequest) -> Iterator[judge_server.JudgeServer]:
+    with judge_server.JudgeServer(getattr(request, "param", ())).serving() as served:
         yield served
 
 
-async def ask(server: JudgeServer, *several: Asking, **settings: Any) -> tuple[list[Any], list[Judgement]]:
+async def ask(
+    server: judge_server.JudgeServer, *several: Asking, **settings: Any
+) -> tuple[list[Any], list[Judgement]]:
     """What each returns, or the error that it raises, and what is recorded of all; each is a scoring of its
     own with the same judges."""
     config = JudgeConfig(url=server.url, **settings)
@@ -49,7 +51,7 @@ async def ask(server: JudgeServer, *several: Asking, **settings: Any) -> tuple[l
 
 
 async def test_a_question_is_answered_by_the_model_that_the_server_lists(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+    server: judge_server.JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SF_JUDGE_KEY_TASTE", "secret")
     [mark], [row] = await ask(server, lambda judges: judges["taste"].ask("How good?", "style", read=int))
@@ -57,7 +59,7 @@ async def test_a_question_is_answered_by_the_model_that_the_server_lists(
     assert server.keys == ["Bearer secret"]
     assert server.requests == [
         {
-            "model": MODEL,
+            "model": judge_server.MODEL,
             "temperature": 0.0,
             "messages": [{"role": "user", "content": "How good?"}],
         }
@@ -76,7 +78,9 @@ async def test_a_question_is_answered_by_the_model_that_the_server_lists(
     assert "secret" not in str(row)
 
 
-async def test_words_are_weighed_by_the_log_probs_of_the_first_token(server: JudgeServer) -> None:
+async def test_words_are_weighed_by_the_log_probs_of_the_first_token(
+    server: judge_server.JudgeServer,
+) -> None:
     questions = ["is 42 right?", "is 41 right?"]
     chosen, rows = await ask(server, *(lambda j, q=q: j["taste"].choose(q, ["yes", "no"]) for q in questions))
     assert [one["yes"] for one in chosen] == [pytest.approx(0.8 / 0.9), pytest.approx(0.1 / 0.9)]
@@ -120,7 +124,7 @@ def test_words_of_which_most_begin_alike_cannot_be_told_apart() -> None:
 
 @pytest.mark.parametrize("words", [["no", "not sure"], ["Yes", "yes"], ["yes", " "]])
 async def test_words_that_one_token_never_tells_apart_are_refused(
-    server: JudgeServer, words: list[str]
+    server: judge_server.JudgeServer, words: list[str]
 ) -> None:
     async def choose(judges: Mapping[str, Judge]) -> Any:
         return await judges["taste"].choose("?", words)
@@ -135,7 +139,7 @@ async def test_words_that_one_token_never_tells_apart_are_refused(
     [({"A": 0.5, "B": 0.5}, 0.5), ({"A": 0.9, "B": 0.1}, 0.0), ({"A": 0.1, "B": 0.9}, 1.0)],
 )
 async def test_an_order_that_cannot_decide_leaves_it_to_the_other(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, second: dict[str, float], found: float
+    server: judge_server.JudgeServer, monkeypatch: pytest.MonkeyPatch, second: dict[str, float], found: float
 ) -> None:
     orders = [{"A": 0.5, "B": 0.5}, second]
 
@@ -146,7 +150,7 @@ async def test_an_order_that_cannot_decide_leaves_it_to_the_other(
     assert (await ask(server, lambda judges: judges["taste"].prefer("?", "a", "b")))[0] == [found]
 
 
-async def test_a_preference_is_asked_in_both_orders(server: JudgeServer) -> None:
+async def test_a_preference_is_asked_in_both_orders(server: judge_server.JudgeServer) -> None:
     def preferring(a: str, b: str) -> Asking:
         return lambda judges: judges["taste"].prefer("Why?", a, b, "depth")
 
@@ -160,7 +164,7 @@ async def test_a_preference_is_asked_in_both_orders(server: JudgeServer) -> None
     assert {row.item for row in rows} == {"depth"}
 
 
-async def test_a_plain_function_waits_in_its_thread(server: JudgeServer) -> None:
+async def test_a_plain_function_waits_in_its_thread(server: judge_server.JudgeServer) -> None:
     def reward(judges: Mapping[str, Judge]) -> float:
         return float(judges["taste"].ask("12345", read=float)) + judges["taste"].prefer("?", "aa", "b")
 
@@ -168,7 +172,7 @@ async def test_a_plain_function_waits_in_its_thread(server: JudgeServer) -> None
     assert (total, len(rows)) == (6.0, 3)
 
 
-async def test_a_function_with_a_loop_of_its_own_waits_in_it(server: JudgeServer) -> None:
+async def test_a_function_with_a_loop_of_its_own_waits_in_it(server: judge_server.JudgeServer) -> None:
     async def inside(judges: Mapping[str, Judge]) -> Any:
         return await judges["taste"].ask("123", read=int)
 
@@ -180,13 +184,15 @@ async def twice(judges: Mapping[str, Judge]) -> list[Any]:
     return await asyncio.gather(*(judges["taste"].ask("same") for _ in range(2)))
 
 
-async def test_an_equal_question_is_asked_once_at_temperature_0(server: JudgeServer) -> None:
+async def test_an_equal_question_is_asked_once_at_temperature_0(server: judge_server.JudgeServer) -> None:
     _, rows = await ask(server, twice, twice)
     assert len(server.requests) == 1
     assert [(row.cached, row.attempts, row.tokens) for row in rows] == [(False, 1, 10), *[(True, 0, 0)] * 3]
 
 
-async def test_an_equal_question_is_asked_again_at_another_temperature(server: JudgeServer) -> None:
+async def test_an_equal_question_is_asked_again_at_another_temperature(
+    server: judge_server.JudgeServer,
+) -> None:
     _, rows = await ask(server, twice, temperature=0.5)
     assert len(server.requests) == 2
     assert not any(row.cached for row in rows)
@@ -209,8 +215,10 @@ def read_score(text: str) -> int:
     return int(re.findall(r"\d+", text or "0")[-1])
 
 
-@pytest.mark.parametrize("server", [[kind] for kind in NO_VERDICTS], indirect=True)
-async def test_a_reply_that_did_not_end_with_an_answer_is_never_a_verdict(server: JudgeServer) -> None:
+@pytest.mark.parametrize("server", [[kind] for kind in judge_server.NO_VERDICTS], indirect=True)
+async def test_a_reply_that_did_not_end_with_an_answer_is_never_a_verdict(
+    server: judge_server.JudgeServer,
+) -> None:
     asking: Asking = lambda judges: judges["taste"].ask("How good?", read=read_score)  # noqa: E731
     errors, rows = await ask(server, asking, asking)
     assert [type(error) for error in errors] == [NotJudged] * 2
@@ -218,16 +226,16 @@ async def test_a_reply_that_did_not_end_with_an_answer_is_never_a_verdict(server
     # it is known of none that it was asked before
     assert len(server.requests) == 2 * client_module.TRIES
     [kind] = {reason for row in rows for reason in row.discarded}
-    assert kind in {*REASONS.values(), *NO_VERDICTS}
+    assert kind in {*REASONS.values(), *judge_server.NO_VERDICTS}
     for row in rows:
         assert (row.reply, row.verdict, row.cached) == (None, None, False)
         assert row.discarded == [kind] * row.attempts == [kind] * client_module.TRIES
         assert row.tokens == 10 * row.attempts, "replies that do not count cost what others do"
 
 
-@pytest.mark.parametrize("kind", NO_VERDICTS)
+@pytest.mark.parametrize("kind", judge_server.NO_VERDICTS)
 async def test_the_question_is_asked_again_until_a_reply_is_a_verdict(kind: str) -> None:
-    with JudgeServer([kind, ""]).serving() as server:
+    with judge_server.JudgeServer([kind, ""]).serving() as server:
         asking: Asking = lambda judges: judges["taste"].ask("How good?", read=read_score)  # noqa: E731
         marks, [first, known] = await ask(server, asking, asking)
     assert marks == [9, 9]
@@ -251,14 +259,14 @@ async def test_the_question_is_asked_again_until_a_reply_is_a_verdict(kind: str)
     ],
 )
 async def test_an_error_says_why_the_last_reply_was_no_verdict(kind: str, sentence: str) -> None:
-    with JudgeServer([kind]).serving() as server:
+    with judge_server.JudgeServer([kind]).serving() as server:
         [error], _ = await ask(server, lambda judges: judges["taste"].ask("?"))
     assert f"gives no verdict: {sentence}" in str(error)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in NO_VERDICTS if not kind.startswith("length")])
+@pytest.mark.parametrize("kind", [kind for kind in judge_server.NO_VERDICTS if not kind.startswith("length")])
 async def test_words_are_weighed_of_no_reply_that_is_no_answer(kind: str) -> None:
-    with JudgeServer([kind, ""]).serving() as server:
+    with judge_server.JudgeServer([kind, ""]).serving() as server:
         [chosen], [row] = await ask(
             server, lambda judges: judges["taste"].choose("is 42 right?", ["yes", "no"])
         )
@@ -267,7 +275,7 @@ async def test_words_are_weighed_of_no_reply_that_is_no_answer(kind: str) -> Non
 
 
 async def test_a_reply_of_one_token_that_begins_to_reason_is_no_choice(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+    server: judge_server.JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     likely = [{"token": "<think>", "logprob": -0.001}, {"token": "yes", "logprob": -9.0}]
     reply = {
@@ -282,7 +290,7 @@ async def test_a_reply_of_one_token_that_begins_to_reason_is_no_choice(
 
 
 async def test_words_are_weighed_where_the_likeliest_token_is_white_space(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+    server: judge_server.JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     likely = [{"token": "\n\n", "logprob": -0.7}, {"token": "Yes", "logprob": -1.2}]
     reply = {
@@ -305,7 +313,7 @@ async def test_words_are_weighed_where_the_likeliest_token_is_white_space(
     ],
 )
 async def test_reasoning_before_an_answer_is_not_read(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, content: Any
+    server: judge_server.JudgeServer, monkeypatch: pytest.MonkeyPatch, content: Any
 ) -> None:
     reply = {"finish_reason": "stop", "message": {"content": content}}
     monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: {"choices": [reply]})
@@ -313,7 +321,7 @@ async def test_reasoning_before_an_answer_is_not_read(
     assert (mark, row.reply) == (7, "7")
 
 
-async def test_a_limit_of_the_reply_is_sent_only_if_it_is_set(server: JudgeServer) -> None:
+async def test_a_limit_of_the_reply_is_sent_only_if_it_is_set(server: judge_server.JudgeServer) -> None:
     await ask(server, lambda judges: judges["taste"].ask("?"))
     await ask(server, lambda judges: judges["taste"].ask("?"), max_tokens=300)
     assert [request.get("max_tokens") for request in server.requests] == [None, 300]
@@ -328,7 +336,9 @@ AWAY = "judge taste at {url} does not answer: "
     + [(["broken"], "the judge's reply is not JSON"), (["slow"], "no reply within 0.2 s")],
     indirect=["server"],
 )
-async def test_a_judge_that_does_not_answer_does_not_judge(server: JudgeServer, why: str) -> None:
+async def test_a_judge_that_does_not_answer_does_not_judge(
+    server: judge_server.JudgeServer, why: str
+) -> None:
     timeout_s = 0.2 if "0.2" in why else patience()
     [error], [row] = await ask(server, lambda judges: judges["taste"].ask("?"), timeout_s=timeout_s)
     assert isinstance(error, NotJudged)
@@ -338,7 +348,7 @@ async def test_a_judge_that_does_not_answer_does_not_judge(server: JudgeServer, 
 
 
 async def test_a_server_that_is_gone_does_not_judge() -> None:
-    server = JudgeServer()
+    server = judge_server.JudgeServer()
     server.server.server_close()
     [error], _ = await ask(server, lambda judges: judges["taste"].ask("?"))
     assert isinstance(error, NotJudged)
@@ -346,13 +356,13 @@ async def test_a_server_that_is_gone_does_not_judge() -> None:
 
 
 @pytest.mark.parametrize("server", [[500, 429, ""]], indirect=True)
-async def test_a_judge_that_fails_is_asked_again(server: JudgeServer) -> None:
+async def test_a_judge_that_fails_is_asked_again(server: judge_server.JudgeServer) -> None:
     [reply], [row] = await ask(server, lambda judges: judges["taste"].ask("123"))
     assert (reply, row.attempts, row.tokens) == ("3", 3, 10)
 
 
 @pytest.mark.parametrize("server", [[401]], indirect=True)
-async def test_a_judge_that_refuses_is_no_matter_of_patience(server: JudgeServer) -> None:
+async def test_a_judge_that_refuses_is_no_matter_of_patience(server: judge_server.JudgeServer) -> None:
     [error], rows = await ask(server, lambda judges: judges["taste"].ask("?"))
     assert isinstance(error, RefusedError)
     assert str(error) == f"judge taste at {server.url} refused the request with status 401: told to fail"
@@ -360,7 +370,7 @@ async def test_a_judge_that_refuses_is_no_matter_of_patience(server: JudgeServer
 
 
 async def test_a_judge_whose_tokens_are_not_told_cannot_be_held_to_a_budget(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+    server: judge_server.JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reply = {"choices": [{"finish_reason": "stop", "message": {"content": "yes"}}]}
     monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: reply)
@@ -374,7 +384,7 @@ async def test_a_judge_whose_tokens_are_not_told_cannot_be_held_to_a_budget(
 
 @pytest.mark.parametrize("server", [[401]], indirect=True)
 async def test_a_key_that_a_server_tells_is_in_no_error(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+    server: judge_server.JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SF_JUDGE_KEY_TASTE", "told")
     [error], _ = await ask(server, lambda judges: judges["taste"].ask("?"))
@@ -382,14 +392,14 @@ async def test_a_key_that_a_server_tells_is_in_no_error(
 
 
 @pytest.mark.parametrize("server", [["garbage", ""]], indirect=True)
-async def test_what_cannot_be_read_is_asked_once_more(server: JudgeServer) -> None:
+async def test_what_cannot_be_read_is_asked_once_more(server: judge_server.JudgeServer) -> None:
     [mark], rows = await ask(server, lambda judges: judges["taste"].ask("123", read=int))
     assert mark == 3
     assert [(row.reply, row.verdict) for row in rows] == [("as an AI", None), ("3", "3")]
 
 
 @pytest.mark.parametrize("server", [["garbage"]], indirect=True)
-async def test_what_cannot_be_read_twice_is_not_judged(server: JudgeServer) -> None:
+async def test_what_cannot_be_read_twice_is_not_judged(server: judge_server.JudgeServer) -> None:
     [error], rows = await ask(server, lambda judges: judges["taste"].ask("123", read=int))
     assert isinstance(error, NotJudged)
     assert str(error).startswith("the reply of judge taste cannot be read: 'as an AI' (ValueError: ")
@@ -398,14 +408,14 @@ async def test_what_cannot_be_read_twice_is_not_judged(server: JudgeServer) -> N
 
 
 @pytest.mark.parametrize("server", [["garbage"]], indirect=True)
-async def test_words_that_no_token_begins_cannot_be_read(server: JudgeServer) -> None:
+async def test_words_that_no_token_begins_cannot_be_read(server: judge_server.JudgeServer) -> None:
     [error], rows = await ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
     assert "none of the 2 most likely tokens of the reply begins one of the words yes, no" in str(error)
     assert isinstance(error, NotJudged) and len(rows) == 2
 
 
 async def test_a_judge_without_log_probs_cannot_choose(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+    server: judge_server.JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "tests.bench.judge_server.answer",
@@ -419,13 +429,13 @@ async def unknown(judges: Mapping[str, Judge]) -> Any:
     return judges["test"]
 
 
-async def test_an_unknown_name_lists_those_that_there_are(server: JudgeServer) -> None:
+async def test_an_unknown_name_lists_those_that_there_are(server: judge_server.JudgeServer) -> None:
     [error], _ = await ask(server, unknown)
     assert isinstance(error, ValueError)
     assert str(error) == "unknown judge 'test'; use one of taste (environment.judges)"
 
 
-async def test_a_function_that_was_given_up_asks_nobody(server: JudgeServer) -> None:
+async def test_a_function_that_was_given_up_asks_nobody(server: judge_server.JudgeServer) -> None:
     with Judges({}, {}).record() as (_, record):
         pass
     with pytest.raises(NotJudged, match=r"^the time limit for scoring the answer .* is over$"):

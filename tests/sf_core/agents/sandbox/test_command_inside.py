@@ -14,12 +14,9 @@ from sf_core.agents.command import CommandAgent, CommandEnd, CommandError
 from sf_core.agents.command_output import MAX_ANSWER
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.bench.dataplane.planes import ServedPlane, say
-from tests.bench.runners import make_runner, run_until_ready
-from tests.e2e.echo_package import ASK
-from tests.patience import patience
-from tests.sf_core.agents.test_command import ENDPOINT, TASK
-from tests.sf_core.agents.test_command_sessions import rows_of
+from tests import bench
+from tests.bench import command_agents
+from tests.bench.dataplane import planes
 
 
 def agent(*words: str, **settings: Any) -> Any:
@@ -27,8 +24,8 @@ def agent(*words: str, **settings: Any) -> Any:
 
 
 async def shell(script: str, **settings: Any) -> CommandEnd:
-    working = agent("sh", "-c", script, **settings)(TASK, ENDPOINT)
-    ended: CommandEnd = await asyncio.wait_for(working, patience())
+    working = agent("sh", "-c", script, **settings)(command_agents.TASK, command_agents.ENDPOINT)
+    ended: CommandEnd = await asyncio.wait_for(working, bench.waits.patience())
     return ended
 
 
@@ -44,8 +41,8 @@ async def test_it_is_given_its_task_as_outside() -> None:
     )
     prompt, _, rest = ended.answer.partition("\n{")
     facts, _, places = rest.partition("\n}\n")
-    assert prompt == TASK.prompt
-    assert json.loads("{" + facts + "}")["task_id"] == TASK.task_id
+    assert prompt == command_agents.TASK.prompt
+    assert json.loads("{" + facts + "}")["task_id"] == command_agents.TASK.task_id
     assert places == ".:\ntask.json\n\n/tmp/home:\n/sandbox 1\n"
     assert ended.output.replace("x\n", "") == ended.answer
 
@@ -111,10 +108,12 @@ async def test_a_program_of_the_host_is_seen_where_it_is(
     program.chmod(0o755)
     beside.write_text("seen\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    working = agent("./my-agent", sandbox={"paths": [str(beside)]})(TASK, ENDPOINT)
+    working = agent("./my-agent", sandbox={"paths": [str(beside)]})(
+        command_agents.TASK, command_agents.ENDPOINT
+    )
     assert (await working).answer == "seen\n"
     with pytest.raises(CommandError, match="No such file or directory"):
-        await agent("./my-agent")(TASK, ENDPOINT)
+        await agent("./my-agent")(command_agents.TASK, command_agents.ENDPOINT)
 
 
 async def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
@@ -124,17 +123,18 @@ async def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     with pytest.raises(
         CommandError, match=r"gave no answer: error in the sandbox: .* cannot be started: No such file"
     ):
-        await agent(str(program))(TASK, ENDPOINT)
+        await agent(str(program))(command_agents.TASK, command_agents.ENDPOINT)
 
 
-def test_it_reaches_the_endpoint(plane_process: ServedPlane, renderer: Renderer) -> None:
+def test_it_reaches_the_endpoint(plane_process: planes.ServedPlane, renderer: Renderer) -> None:
     plane_process.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
-    command = agent(sys.executable, "-c", ASK)
-    run_until_ready(
-        plane_process, make_runner(plane_process.url, agent=command, reward=lambda task, answer: len(answer))
+    plane_process.connect(lambda prompt, seed: planes.say(renderer, "42"))
+    command = agent(sys.executable, "-c", bench.stacks.echo_package.ASK)
+    bench.runners.run_until_ready(
+        plane_process,
+        bench.runners.make_runner(plane_process.url, agent=command, reward=lambda task, answer: len(answer)),
     )
-    [row] = rows_of(plane_process)
+    [row] = command_agents.rows_of(plane_process)
     assert (row.reward, sorted(row.output.splitlines())) == (3.0, ["42", "asked"])
 
 
@@ -154,11 +154,11 @@ print(urllib.request.urlopen(urllib.request.Request(f"{url.geturl()}/models", he
 
 
 async def test_of_the_data_plane_it_reaches_its_own_turns_only(
-    plane_process: ServedPlane, renderer: Renderer
+    plane_process: planes.ServedPlane, renderer: Renderer
 ) -> None:
     plane_process.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
     [claim] = plane_process.claim()
     url = f"{plane_process.url}/sessions/{claim['session_id']}/v1"
-    endpoint = type(ENDPOINT)(url, claim["key"], "policy")
-    ended = await agent(sys.executable, "-c", EARN)(TASK, endpoint)
+    endpoint = type(command_agents.ENDPOINT)(url, claim["key"], "policy")
+    ended = await agent(sys.executable, "-c", EARN)(command_agents.TASK, endpoint)
     assert ended.answer.split() == ["403"] * 7 + ["200"]

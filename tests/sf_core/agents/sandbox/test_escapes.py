@@ -19,8 +19,7 @@ from sf_core.agents.sandbox import Ended, Sandbox
 from sf_core.agents.sandbox.forward import MAX_CONNECTIONS
 from sf_core.config.programs import SandboxLimits
 from sf_core.types import Endpoint
-from tests.bench.sandboxes import inside, opened, run, shell
-from tests.patience import patience, wait_until
+from tests.bench import sandboxes, waits
 
 pytestmark = pytest.mark.usefixtures("maker")
 
@@ -32,14 +31,14 @@ SMALL = SandboxLimits(memory_mb=256, disk_mb=32, processes=32, output_mb=1)
 
 def python(script: str, *words: str, **settings: object) -> str:
     """What a Python script prints inside."""
-    ended = run("python3", "-c", script, *words, **settings)
+    ended = sandboxes.run("python3", "-c", script, *words, **settings)
     assert ended.status == 0, ended.output
     return ended.output
 
 
 def source(script: str) -> str:
     """What it prints if the Python that is inside already runs it."""
-    ended = inside(lambda box: box.run_python(script, timeout_s=patience()))
+    ended = sandboxes.inside(lambda box: box.run_python(script, timeout_s=waits.patience()))
     assert ended.status == 0, ended.output
     return ended.output
 
@@ -77,7 +76,7 @@ for connection in connections:
 
 
 async def test_its_connections_do_not_take_all_open_files_of_the_worker() -> None:
-    async with asyncio.timeout(patience()):
+    async with asyncio.timeout(waits.patience()):
         num_open = 0
         most = 0
 
@@ -97,10 +96,10 @@ async def test_its_connections_do_not_take_all_open_files_of_the_worker() -> Non
         async def work(box: Sandbox) -> int:
             assert box.endpoint is not None
             port = str(urlsplit(box.endpoint.base_url).port)
-            return (await box.run(["python3", "-c", CONNECT, port], timeout_s=patience())).status
+            return (await box.run(["python3", "-c", CONNECT, port], timeout_s=waits.patience())).status
 
         async with server:
-            status = await opened(work, endpoint=endpoint)
+            status = await sandboxes.opened(work, endpoint=endpoint)
     assert status == 0 and 0 < most <= MAX_CONNECTIONS
 
 
@@ -159,11 +158,11 @@ def test_the_first_process_can_be_neither_read_nor_traced(way: Callable[[str], s
 
 def test_no_file_of_ours_is_left_open() -> None:
     async def work(box: Sandbox) -> str:
-        await box.run(["true"], timeout_s=patience())
+        await box.run(["true"], timeout_s=waits.patience())
         # the last of them is the folder that is listed
-        return (await box.run(["ls", "/proc/self/fd"], timeout_s=patience())).output
+        return (await box.run(["ls", "/proc/self/fd"], timeout_s=waits.patience())).output
 
-    assert inside(work) == "0\n1\n2\n3\n"
+    assert sandboxes.inside(work) == "0\n1\n2\n3\n"
 
 
 def test_signals_reach_neither_the_first_process_nor_anything_outside() -> None:
@@ -171,14 +170,14 @@ def test_signals_reach_neither_the_first_process_nor_anything_outside() -> None:
         script = (
             "for signal in $(seq 1 64); do kill -$signal 1 $PPID; done 2>/dev/null; kill -9 -1; kill -9 0"
         )
-        await box.run(["sh", "-c", script], timeout_s=patience())
-        return (await box.run(["echo", "alive"], timeout_s=patience())).output
+        await box.run(["sh", "-c", script], timeout_s=waits.patience())
+        return (await box.run(["echo", "alive"], timeout_s=waits.patience())).output
 
-    assert inside(work) == "alive\n"
+    assert sandboxes.inside(work) == "alive\n"
 
 
 def test_there_are_no_devices_and_none_can_be_made() -> None:
-    said = shell(
+    said = sandboxes.shell(
         "mknod disk b 254 0; mknod memory c 1 1; mount -t tmpfs none /tmp; ls disk memory; ls /dev"
     ).output
     assert "mknod: disk: Operation not permitted" in said and "mknod: memory: Operation not perm" in said
@@ -194,7 +193,7 @@ def test_no_program_gives_more_rights() -> None:
         "unshare -U true 2>/dev/null || chroot / true 2>/dev/null || echo none"
     )
     rights = "CapPrm: 0000000000000000 CapEff: 0000000000000000 NoNewPrivs: 1 "
-    assert shell(script).output == f"1000\n{rights}none\n"
+    assert sandboxes.shell(script).output == f"1000\n{rights}none\n"
 
 
 LOOK_AT_RIGHTS = """
@@ -232,20 +231,20 @@ LINKS = (
 
 def test_links_and_pipes_are_no_files() -> None:
     async def work(box: Sandbox) -> dict[str, bytes]:
-        await box.run(["sh", "-c", LINKS], timeout_s=patience())
+        await box.run(["sh", "-c", LINKS], timeout_s=waits.patience())
         return await box.files()
 
-    assert inside(work) == {"deep/real": b"1\n", "b": b"2\n"}
+    assert sandboxes.inside(work) == {"deep/real": b"1\n", "b": b"2\n"}
 
 
 def test_folders_without_an_end_are_read_to_one() -> None:
     script = "import os\nfor _ in range(3000):\n    os.mkdir('x' * 200); os.chdir('x' * 200)\nopen('y', 'w')"
 
     async def work(box: Sandbox) -> dict[str, bytes]:
-        await box.run(["python3", "-c", script], timeout_s=patience())
+        await box.run(["python3", "-c", script], timeout_s=waits.patience())
         return await box.files()
 
-    assert inside(work) == {}
+    assert sandboxes.inside(work) == {}
 
 
 def test_what_is_in_the_way_of_a_file_is_put_aside() -> None:
@@ -257,12 +256,12 @@ def test_what_is_in_the_way_of_a_file_is_put_aside() -> None:
     names = ("tests/test_a.py", "b/test_b.py", "c", "d/test_d.py", "e", "f/g", "h/i")
 
     async def work(box: Sandbox) -> dict[str, bytes]:
-        await box.run(["sh", "-c", script], timeout_s=patience())
+        await box.run(["sh", "-c", script], timeout_s=waits.patience())
         await box.write(dict.fromkeys(names, b"ours"))
-        assert (await box.run(["ls", "/tmp/elsewhere"], timeout_s=patience())).output == ""
+        assert (await box.run(["ls", "/tmp/elsewhere"], timeout_s=waits.patience())).output == ""
         return await box.files()
 
-    assert inside(work) == dict.fromkeys(names, b"ours")
+    assert sandboxes.inside(work) == dict.fromkeys(names, b"ours")
 
 
 def test_what_a_command_leaves_running_ends_with_it() -> None:
@@ -271,22 +270,22 @@ def test_what_a_command_leaves_running_ends_with_it() -> None:
 
     async def work(box: Sandbox) -> tuple[str, Ended, str]:
         await_daemon = "while [ ! -s daemon ]; do sleep 0.01; done"
-        await box.run(["sh", "-c", f"{daemon}; {await_daemon}"], timeout_s=patience())
-        first = await box.run(["sh", "-c", f"{count}; rm daemon"], timeout_s=patience())
+        await box.run(["sh", "-c", f"{daemon}; {await_daemon}"], timeout_s=waits.patience())
+        first = await box.run(["sh", "-c", f"{count}; rm daemon"], timeout_s=waits.patience())
         late = await box.run(["sh", "-c", f"{daemon}; {await_daemon}; echo begun; sleep 1000"], timeout_s=2)
-        second = await box.run(["sh", "-c", count], timeout_s=patience())
+        second = await box.run(["sh", "-c", count], timeout_s=waits.patience())
         return first.output, late, second.output
 
     # the first process and the shell
-    assert inside(work) == ("2\n", Ended(-9, "time", "begun\n"), "2\n")
+    assert sandboxes.inside(work) == ("2\n", Ended(-9, "time", "begun\n"), "2\n")
 
 
 def test_a_fork_bomb_ends_in_time() -> None:
     async def work(box: Sandbox) -> tuple[str, str]:
         bomb = await box.run(["bash", "-c", ":(){ :|:& };:; sleep 1000"], timeout_s=1)
-        return bomb.ended_by, (await box.run(["echo", "alive"], timeout_s=patience())).output
+        return bomb.ended_by, (await box.run(["echo", "alive"], timeout_s=waits.patience())).output
 
-    assert inside(work, SMALL) == ("time", "alive\n")
+    assert sandboxes.inside(work, SMALL) == ("time", "alive\n")
 
 
 def test_a_full_disk_is_its_own() -> None:
@@ -295,16 +294,16 @@ def test_a_full_disk_is_its_own() -> None:
         "for name in a b c; do head -c 30000000 /dev/zero > $folder/$name; done\n"
         "du -smx $folder | cut -f1; rm $folder/?; done 2>/dev/null"
     )
-    sizes = [int(size) for size in shell(script, limits=SMALL).output.split()]
+    sizes = [int(size) for size in sandboxes.shell(script, limits=SMALL).output.split()]
     assert sizes[:2] == [32, 32] and sizes[2] <= 64
 
 
 def test_a_file_has_a_limit() -> None:
-    assert shell("head -c 33554433 /dev/zero > a", limits=SMALL).status != 0
+    assert sandboxes.shell("head -c 33554433 /dev/zero > a", limits=SMALL).status != 0
 
 
 def test_gigabytes_of_output_end_it() -> None:
-    ended = shell("echo begin; head -c 10000000000 /dev/zero", limits=SMALL)
+    ended = sandboxes.shell("echo begin; head -c 10000000000 /dev/zero", limits=SMALL)
     assert (ended.status, ended.ended_by) == (-9, "output")
     assert ended.output.startswith("begin\n") and len(ended.output) < 2**17
 
@@ -318,13 +317,13 @@ FORK = "import os, time\nfor _ in range(3):\n    os.fork()\nblock = b'x' * (90 <
 
 @pytest.mark.parametrize("script", [SHARE, FORK])
 def test_processes_together_have_a_limit_on_memory(script: str) -> None:
-    ended = run("python3", "-c", script, limits=SMALL)
+    ended = sandboxes.run("python3", "-c", script, limits=SMALL)
     assert (ended.status, ended.ended_by) == (-9, "memory")
 
 
 def test_many_small_files_are_memory_too() -> None:
     script = "import itertools, os\nfor number in itertools.count():\n    os.mknod(str(number))"
-    ended = run("python3", "-c", script, limits=SandboxLimits(memory_mb=64))
+    ended = sandboxes.run("python3", "-c", script, limits=SandboxLimits(memory_mb=64))
     assert (ended.status, ended.ended_by) == (-9, "memory")
 
 
@@ -335,7 +334,7 @@ def test_a_process_has_limits() -> None:
         "try:\n    [open('/dev/null') for _ in range(20)]\nexcept OSError as error:\n    print(error.errno)"
     )
     assert python(files, limits=SandboxLimits(open_files=16)) == f"{errno.EMFILE}\n"
-    assert shell("while :; do :; done", limits=SandboxLimits(cpu_s=1)).status == -9
+    assert sandboxes.shell("while :; do :; done", limits=SandboxLimits(cpu_s=1)).status == -9
 
 
 WORKER = """
@@ -372,13 +371,13 @@ def test_a_worker_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         assert worker.stdout is not None and worker.stdout.readline() == b"begun\n"
         # bubblewrap, the porter, the shell and two that sleep
         family = psutil.Process(worker.pid)
-        wait_until(lambda: len(family.children(recursive=True)) == 5, "the command", every_s=0.01)
+        waits.wait_until(lambda: len(family.children(recursive=True)) == 5, "the command", every_s=0.01)
         processes = family.children(recursive=True)
     finally:
         worker.kill()
-        worker.wait(patience())
+        worker.wait(waits.patience())
         worker.stdout.close()
-    _, alive = psutil.wait_procs(processes, timeout=patience())
+    _, alive = psutil.wait_procs(processes, timeout=waits.patience())
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert list(scratch.iterdir()) == [] and mounts() == before
 
@@ -386,16 +385,16 @@ def test_a_worker_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 @only_bubblewrap
 async def test_a_sandbox_that_is_left_by_a_cancelled_command_leaves_nothing() -> None:
     async def work(box: Sandbox) -> None:
-        await box.run(["sleep", "1000"], timeout_s=patience())
+        await box.run(["sleep", "1000"], timeout_s=waits.patience())
 
     own = psutil.Process()
     others = {*own.children(recursive=True)}
-    working = asyncio.create_task(opened(work))
+    working = asyncio.create_task(sandboxes.opened(work))
     while not any(child.name() == "sleep" for child in own.children(recursive=True)):
         await asyncio.sleep(0.01)
     processes = {*own.children(recursive=True)} - others
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
-    _, alive = psutil.wait_procs(processes, timeout=patience())
+    _, alive = psutil.wait_procs(processes, timeout=waits.patience())
     assert alive == []

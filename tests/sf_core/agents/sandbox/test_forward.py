@@ -12,7 +12,7 @@ import pytest
 
 from sf_core.agents.sandbox.forward import MAX_CONNECTIONS, MAX_HEAD, forward
 from sf_core.types import Endpoint
-from tests.patience import patience
+from tests.bench.waits import patience
 
 CONNECTIONS = 20
 

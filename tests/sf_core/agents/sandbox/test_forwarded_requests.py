@@ -13,16 +13,9 @@ import pytest
 
 from sf_core.agents.sandbox.forward import MAX_HEAD, forward
 from sf_core.types import Endpoint
+from tests.bench.dataplane import upgrades
 from tests.bench.dataplane.planes import ServedPlane
-from tests.bench.dataplane.upgrades import (
-    QUESTION,
-    UPGRADES,
-    dial,
-    encode_request,
-    read_answer,
-    read_response,
-)
-from tests.patience import join
+from tests.bench.waits import join
 
 REFUSED = (403, b"")
 
@@ -67,28 +60,28 @@ def path_of(url: str) -> str:
 
 def ask(plane: ServedPlane, url: str, *, headers: str = "") -> bytes:
     """A request for an answer; its body is more than the forwarder reads at once."""
-    body = json.dumps({**QUESTION, "metadata": {"note": "x" * 300_000}}).encode()
+    body = json.dumps({**upgrades.QUESTION, "metadata": {"note": "x" * 300_000}}).encode()
     key = plane.agent_headers(path_of(url))["Authorization"]
     path = f"{path_of(url)}/chat/completions"
-    return encode_request("POST", path, body, headers=f"Authorization: {key}\r\n{headers}")
+    return upgrades.encode_request("POST", path, body, headers=f"Authorization: {key}\r\n{headers}")
 
 
-@pytest.mark.parametrize("protocol", UPGRADES)
+@pytest.mark.parametrize("protocol", upgrades.UPGRADES)
 def test_a_request_that_asks_for_another_protocol_is_answered(
     answering_plane: ServedPlane, protocol: str
 ) -> None:
     plane = answering_plane
     with forwarded(plane) as url:
-        with dial(url) as connection:
-            for headers in (UPGRADES[protocol], ""):
+        with upgrades.dial(url) as connection:
+            for headers in (upgrades.UPGRADES[protocol], ""):
                 connection.sendall(ask(plane, url, headers=headers))
-                assert read_answer(connection).startswith("answer")
+                assert upgrades.read_answer(connection).startswith("answer")
             # the parser still knows where requests begin
-            connection.sendall(encode_request("GET", "/runs/run"))
-            assert read_response(connection) == REFUSED
-        with dial(url) as another:
+            connection.sendall(upgrades.encode_request("GET", "/runs/run"))
+            assert upgrades.read_response(connection) == REFUSED
+        with upgrades.dial(url) as another:
             another.sendall(ask(plane, url))
-            assert read_answer(another).startswith("answer")
+            assert upgrades.read_answer(another).startswith("answer")
 
 
 @pytest.mark.parametrize("line", ["GET /runs/run", "CONNECT {}", "CONNECT example.org:80"])
@@ -96,19 +89,19 @@ def test_what_is_refused_ends_only_its_connection(answering_plane: ServedPlane, 
     plane = answering_plane
     with forwarded(plane) as url:
         method, path = line.format(path_of(url)).split(" ")
-        with dial(url) as connection:
-            connection.sendall(encode_request(method, path))
-            assert read_response(connection) == REFUSED
-        with dial(url) as another:
+        with upgrades.dial(url) as connection:
+            connection.sendall(upgrades.encode_request(method, path))
+            assert upgrades.read_response(connection) == REFUSED
+        with upgrades.dial(url) as another:
             another.sendall(ask(plane, url))
-            assert read_answer(another).startswith("answer")
+            assert upgrades.read_answer(another).startswith("answer")
 
 
 def test_a_head_that_does_not_end_is_not_kept() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with forwarded_to(f"{address}/sessions/s/v1", "key") as url, dial(url) as connection:
+        with forwarded_to(f"{address}/sessions/s/v1", "key") as url, upgrades.dial(url) as connection:
             head = f"GET {path_of(url)}/models HTTP/1.1\r\nx: "
             # no more, or the connection would be reset
             connection.sendall(head.encode().ljust(MAX_HEAD + 1, b"y"))
-            assert read_response(connection) == REFUSED
+            assert upgrades.read_response(connection) == REFUSED

@@ -14,8 +14,7 @@ from sf_core.agents.sandbox import Sandbox, SandboxError, podman, why_no_sandbox
 from sf_core.agents.sandbox import porter as porter_module
 from sf_core.agents.sandbox.bubblewrap import PORTER
 from sf_core.config.programs import SandboxLimits
-from tests.bench.sandboxes import opened, run
-from tests.patience import patience, wait_until
+from tests.bench import sandboxes, waits
 
 
 def containers(image: str) -> list[str]:
@@ -63,7 +62,7 @@ def test_an_image_needs_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         SandboxError, match=r"^podman is not installed on this host, but sandbox\.image needs it$"
     ):
-        run("true", limits=SandboxLimits(image="docker.io/library/python:3.12"))
+        sandboxes.run("true", limits=SandboxLimits(image="docker.io/library/python:3.12"))
     why_no_sandbox.cache_clear()
 
 
@@ -73,7 +72,7 @@ def test_an_image_that_is_not_there_is_refused_and_not_pulled() -> None:
         r"^a sandbox of the image localhost/nowhere cannot be created here \(.*not known\): run `podman pull`"
     )
     with pytest.raises(SandboxError, match=told):
-        run("true", limits=SandboxLimits(image="localhost/nowhere"))
+        sandboxes.run("true", limits=SandboxLimits(image="localhost/nowhere"))
 
 
 def test_memory_is_held_by_its_control_group(
@@ -81,7 +80,7 @@ def test_memory_is_held_by_its_control_group(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script = "import os\nfd = os.memfd_create('a')\nfor _ in range(300):\n    os.write(fd, bytes(1 << 20))"
-    ended = run("python3", "-c", script, limits=SandboxLimits(image=podman, memory_mb=128))
+    ended = sandboxes.run("python3", "-c", script, limits=SandboxLimits(image=podman, memory_mb=128))
     assert (ended.status, ended.ended_by) == (-9, "memory")
     assert list(tmp_path.iterdir()) == []
 
@@ -105,9 +104,9 @@ def test_a_worker_that_is_killed_leaves_no_container(podman: str) -> None:
         assert len(containers(podman)) == 1
     finally:
         worker.kill()
-        worker.wait(patience())
+        worker.wait(waits.patience())
         worker.stdout.close()
-    wait_until(lambda: not containers(podman), "the end of the container")
+    waits.wait_until(lambda: not containers(podman), "the end of the container")
 
 
 async def test_a_cancelled_command_leaves_no_container(podman: str) -> None:
@@ -115,11 +114,11 @@ async def test_a_cancelled_command_leaves_no_container(podman: str) -> None:
 
     async def work(box: Sandbox) -> None:
         begun.set()
-        await box.run(["sleep", "1000"], timeout_s=patience())
+        await box.run(["sleep", "1000"], timeout_s=waits.patience())
 
-    working = asyncio.create_task(opened(work, SandboxLimits(image=podman)))
+    working = asyncio.create_task(sandboxes.opened(work, SandboxLimits(image=podman)))
     await begun.wait()
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
-    wait_until(lambda: not containers(podman), "the end of the container")
+    waits.wait_until(lambda: not containers(podman), "the end of the container")

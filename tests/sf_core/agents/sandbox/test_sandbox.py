@@ -16,8 +16,8 @@ from sf_core.agents.sandbox import Ended, Sandbox, SandboxError, open_sandbox, w
 from sf_core.agents.sandbox import porter as porter_module
 from sf_core.config.programs import Command, SandboxLimits
 from sf_core.types import Task
-from tests.bench.sandboxes import inside, made, run, shell
-from tests.patience import patience
+from tests.bench import sandboxes
+from tests.bench.waits import patience
 
 ROOT = Path(__file__).parents[4]
 
@@ -33,7 +33,7 @@ def test_files_go_in_and_come_out_and_last_from_command_to_command() -> None:
         return await box.files()
 
     script = b"print(6 * 7); open('answer', 'w').write('42')"
-    assert inside(work, files={"deep/a.py": script}) == {
+    assert sandboxes.inside(work, files={"deep/a.py": script}) == {
         "answer": b"42",
         "deep/b.txt": b"later\n",
         "\N{GREEK SMALL LETTER PI}\n\udcff": b"\0" * 5_000_000,
@@ -43,7 +43,7 @@ def test_files_go_in_and_come_out_and_last_from_command_to_command() -> None:
 @pytest.mark.parametrize("name", ["/a", "../a", "a/../b", "a//b", "", "./a"])
 def test_files_are_written_into_the_work_folder_only(name: str) -> None:
     with pytest.raises(ValueError, match=r"^expected the name of a file in the work folder, got '"):
-        inside(lambda box: box.write({name: b""}))
+        sandboxes.inside(lambda box: box.write({name: b""}))
 
 
 def test_a_command_is_given_standard_input_variables_and_the_workers_python() -> None:
@@ -56,12 +56,15 @@ def test_a_command_is_given_standard_input_variables_and_the_workers_python() ->
         )
         return ended.output
 
-    assert inside(work) == f"\N{GREEK SMALL LETTER PI}1 C.UTF-8 /tmp/home\npytest {pytest.__version__}\n"
+    assert (
+        sandboxes.inside(work)
+        == f"\N{GREEK SMALL LETTER PI}1 C.UTF-8 /tmp/home\npytest {pytest.__version__}\n"
+    )
 
 
 @pytest.mark.usefixtures("maker")
 def test_a_script_may_be_executed() -> None:
-    assert run("./a", files={"a": b"#!/bin/sh\necho 42\n"}).output == "42\n"
+    assert sandboxes.run("./a", files={"a": b"#!/bin/sh\necho 42\n"}).output == "42\n"
 
 
 @pytest.mark.usefixtures("maker")
@@ -73,7 +76,7 @@ def test_standard_output_and_errors_are_heard_apart_where_that_is_wanted() -> No
             ["sh", "-c", "echo 42; echo thinking >&2"], timeout_s=patience(), written=written
         )
 
-    assert sorted(inside(work).output.split()) == ["42", "thinking"]
+    assert sorted(sandboxes.inside(work).output.split()) == ["42", "thinking"]
     assert (written.answer(), written.last_lines()) == ("42\n", "thinking")
 
 
@@ -86,7 +89,7 @@ def test_a_command_that_cannot_be_started_is_an_error_and_the_next_one_runs() ->
             await box.run(["no-such-program"], timeout_s=patience())
         return (await box.run(["echo", "42"], timeout_s=patience())).output
 
-    assert inside(work) == "42\n"
+    assert sandboxes.inside(work) == "42\n"
 
 
 NUM_PROCESSES = "import os; print(sum(name.isdigit() for name in os.listdir('/proc')))"
@@ -105,7 +108,7 @@ raise ValueError("as in any Python")
         ended = await box.run_python(source, stdin="\N{GREEK SMALL LETTER PI}", timeout_s=patience())
         return ended, await box.run_python(NUM_PROCESSES, timeout_s=patience())
 
-    ended, left = inside(work, files={"a": b""})
+    ended, left = sandboxes.inside(work, files={"a": b""})
     assert ended.output.startswith("\N{GREEK SMALL LETTER PI} /tmp/home ['a'] True\nTraceback")
     assert (ended.status, ended.output.endswith("\nValueError: as in any Python\n")) == (1, True)
     # the porter and the one that counts
@@ -124,7 +127,7 @@ raise ValueError("as in any Python")
 def test_a_source_of_python_has_the_limits_of_a_command(source: str, ended_by: str) -> None:
     limits = SandboxLimits(memory_mb=128, output_mb=1)
     timeout_s = 1 if ended_by == "time" else patience()
-    ended = inside(lambda box: box.run_python(source, timeout_s=timeout_s), limits)
+    ended = sandboxes.inside(lambda box: box.run_python(source, timeout_s=timeout_s), limits)
     assert (ended.ended_by, ended.status == 0) == (ended_by, False)
 
 
@@ -133,7 +136,7 @@ def test_commands_of_one_sandbox_run_one_after_the_other() -> None:
         script = "[ -e busy ] && exit 1; touch busy; sleep 0.1; rm busy"
         return await asyncio.gather(*(box.run(["sh", "-c", script], timeout_s=patience()) for _ in range(3)))
 
-    assert [ended.status for ended in inside(work)] == [0, 0, 0]
+    assert [ended.status for ended in sandboxes.inside(work)] == [0, 0, 0]
 
 
 @pytest.mark.usefixtures("maker")
@@ -143,7 +146,7 @@ async def test_sandboxes_run_side_by_side_and_know_nothing_of_each_other() -> No
         begun = asyncio.Barrier(8)
 
         async def one(number: int) -> str:
-            async with open_sandbox(made(SandboxLimits())) as box:
+            async with open_sandbox(sandboxes.made(SandboxLimits())) as box:
                 script = f"touch mine-{number} /tmp/mine-{number}"
                 await box.run(["sh", "-c", script], timeout_s=patience())
                 await begun.wait()
@@ -160,7 +163,7 @@ def test_a_sandbox_ends_with_a_cancelled_command() -> None:
         with pytest.raises(SandboxError, match=r"^the sandbox has ended$"):
             await box.run(["true"], timeout_s=patience())
 
-    inside(work)
+    sandboxes.inside(work)
 
 
 FAKE = """
@@ -210,7 +213,7 @@ def test_what_the_porter_says_is_not_believed(
     fake.write_text(FAKE.format(begin=begin, answer=answer), encoding="utf-8")
     monkeypatch.setattr(porter_module, "__file__", str(fake))
     try:
-        assert run("true").status == 0
+        assert sandboxes.run("true").status == 0
     except SandboxError as error:
         assert told is not None and str(error).startswith(told) and len(str(error)) < 200
     else:
@@ -225,7 +228,7 @@ def test_a_porter_that_does_not_answer_is_ended_with_its_sandbox(
     fake.write_text(FAKE.format(begin=BEGIN, answer="import time; time.sleep(1000)"), encoding="utf-8")
     monkeypatch.setattr(porter_module, "__file__", str(fake))
     monkeypatch.setattr("sf_core.agents.sandbox.sandbox.KILL_S", 0.1)
-    assert run("true", timeout_s=0.1) == Ended(-9, "time", "")
+    assert sandboxes.run("true", timeout_s=0.1) == Ended(-9, "time", "")
 
 
 @pytest.fixture
@@ -240,7 +243,7 @@ def test_without_bubblewrap_a_sandbox_is_refused(no_programs: Path) -> None:
     told = "bubblewrap is not installed on this host (Debian package: bubblewrap)"
     assert why_no_sandbox() == told
     with pytest.raises(SandboxError, match=r"^bubblewrap is not installed on this host"):
-        run("true")
+        sandboxes.run("true")
     command = Command(command=("/bin/sh",), sandbox=SandboxLimits())
     with pytest.raises(ValueError, match=r"^sandbox: bubblewrap is not installed on this host"):
         CommandAgent(command)
@@ -273,7 +276,7 @@ def test_paths_of_the_host_are_seen_read_only(tmp_path: Path) -> None:
     # only its owner may read it, and inside is somebody else where that is root
     tmp_path.chmod(0o755)
     script = f"cat {tmp_path}/data; touch {tmp_path}/more 2>/dev/null || echo closed"
-    assert shell(script, limits=SandboxLimits(paths=(str(tmp_path),))).output == "seen\nclosed\n"
+    assert sandboxes.shell(script, limits=SandboxLimits(paths=(str(tmp_path),))).output == "seen\nclosed\n"
 
 
 @pytest.mark.parametrize("path", ["/", "relative", "/tmp", "/proc", "/sandbox/a", "/opt/../etc", "/dev"])

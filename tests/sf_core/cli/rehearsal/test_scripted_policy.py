@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from sf_core.cli.rehearsal.scripted_policy import MOST_ANSWERS, ScriptedPolicy
 from sf_core.config import RunConfig
 from sf_core.types import Endpoint
-from tests.bench.dataplane.clients import CLIENTS, Client
-from tests.patience import patience
-from tests.properties import examples
+from tests.bench.dataplane import clients
+from tests.bench.properties import examples
+from tests.bench.waits import patience
 
 
-def each(client: Client) -> str:
+def each(client: clients.Client) -> str:
     return client.dialect.name
 
 
@@ -30,15 +30,15 @@ def signed(library: Any, key: str) -> Any:
     return library.Client(event_hooks={"request": [sign]}, timeout=patience())
 
 
-def at(client: Client, endpoint: Endpoint) -> Any:
+def at(client: clients.Client, endpoint: Endpoint) -> Any:
     """The client's package, pointed to the endpoint."""
     http = signed(client.http, endpoint.api_key)
     return client.agent(endpoint.base_url.removesuffix("/v1"), http)
 
 
-@pytest.mark.parametrize("client", CLIENTS, ids=each)
+@pytest.mark.parametrize("client", clients.CLIENTS, ids=each)
 @pytest.mark.parametrize("streamed", [False, True])
-def test_every_client_hears_the_answer(client: Client, streamed: bool) -> None:
+def test_every_client_hears_the_answer(client: clients.Client, streamed: bool) -> None:
     policy = ScriptedPolicy(RunConfig(), "the answer")
     with policy.serve() as endpoint, at(client, endpoint) as agent:
         assert [heard.text for heard in client.ask(agent, streamed, client.request)] == ["the answer"]
@@ -48,7 +48,7 @@ def test_every_client_hears_the_answer(client: Client, streamed: bool) -> None:
 @settings(max_examples=examples(10), deadline=None)
 @given(answer=st.text(st.characters(exclude_categories=["Cs"]), max_size=40), number=st.integers(1, 3))
 def test_any_text_is_heard_as_it_is(answer: str, number: int) -> None:
-    [client] = [client for client in CLIENTS if client.dialect.name == "chat"]
+    [client] = [client for client in clients.CLIENTS if client.dialect.name == "chat"]
     policy = ScriptedPolicy(RunConfig(), answer)
     with policy.serve() as endpoint, at(client, endpoint) as agent:
         for streamed in (False, True):

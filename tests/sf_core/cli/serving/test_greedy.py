@@ -14,7 +14,7 @@ from sf_core.environments.registry import draw_tasks
 from sf_core.reports.evaluations.answers import read_greedy
 from storage.run_directory import RunDirectory
 from tests.bench.policy_server import publish_run
-from tests.patience import patience
+from tests.bench.waits import patience
 
 
 def held_out(run: RunDirectory) -> list[str]:

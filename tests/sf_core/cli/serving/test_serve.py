@@ -16,26 +16,25 @@ from sf_core.cli.serving.serve import find_policy, session_rules
 from storage.files import list_files
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import read_trajectories
+from tests import bench
+from tests.bench import policy_server
 from tests.bench.commands import sf
-from tests.bench.engines.fatal import fail, make_forward_fatal
-from tests.bench.policy_server import KEY, Served, publish_run
-from tests.patience import patience, wait_until
 
 
 @pytest.fixture
 def published_run(tmp_path: Path) -> RunDirectory:
-    return publish_run(tmp_path)
+    return policy_server.publish_run(tmp_path)
 
 
 def test_the_newest_policy_answers_public_clients_and_leaves_nothing(
     published_run: RunDirectory, tmp_path: Path
 ) -> None:
     files = list_files(published_run.uri)
-    served = Served(published_run.uri, log=tmp_path / "log")
+    served = policy_server.Served(published_run.uri, log=tmp_path / "log")
     try:
         assert "serving version 3 of taught" in served.output
         messages = [{"role": "user", "content": "What is 3+4?"}]
-        with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key=policy_server.KEY, max_retries=0) as client:
             reply = client.chat.completions.create(
                 model="policy",
                 messages=messages,
@@ -53,10 +52,10 @@ def test_the_newest_policy_answers_public_clients_and_leaves_nothing(
             response = client.responses.create(model="policy", input="What is 3+4?", max_output_tokens=4)
         assert streamed == reply.choices[0].message.content
         assert response.usage is not None and response.usage.output_tokens in range(1, 5)
-        with Anthropic(base_url=served.url, api_key=KEY, max_retries=0) as anthropic:
+        with Anthropic(base_url=served.url, api_key=policy_server.KEY, max_retries=0) as anthropic:
             said = anthropic.messages.create(model="policy", max_tokens=4, messages=messages)  # type: ignore[arg-type]
         assert said.usage.output_tokens in range(1, 5)
-        own = {"Authorization": f"Bearer {KEY}"}
+        own = {"Authorization": f"Bearer {policy_server.KEY}"}
         refused = httpx.post(f"{served.url}/sessions", json={"run_id": "taught"}, headers=own)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_recorded")
         declared = httpx.post(f"{served.url}/runs/taught/groups", json={}, headers=own)
@@ -74,13 +73,13 @@ def test_a_session_is_recorded_in_the_folder_that_is_named_with_the_temperature_
     published_run: RunDirectory, tmp_path: Path
 ) -> None:
     record = tmp_path / "kept"
-    served = Served(f"{published_run.uri}@2", "--record", str(record), log=tmp_path / "log")
-    own = {"Authorization": f"Bearer {KEY}"}
+    served = policy_server.Served(f"{published_run.uri}@2", "--record", str(record), log=tmp_path / "log")
+    own = {"Authorization": f"Bearer {policy_server.KEY}"}
     try:
         assert '{"run_id": "kept"}' in served.output
-        with httpx.Client(base_url=served.url, headers=own, timeout=patience()) as http:
+        with httpx.Client(base_url=served.url, headers=own, timeout=bench.waits.patience()) as http:
             session = http.post("/sessions", json={"run_id": "kept", "task_id": "one"}).json()
-            with openai.OpenAI(base_url=session["base_url"], api_key=KEY) as client:
+            with openai.OpenAI(base_url=session["base_url"], api_key=policy_server.KEY) as client:
                 client.chat.completions.create(
                     model="policy",
                     messages=[{"role": "user", "content": "hi"}],
@@ -114,17 +113,19 @@ def test_a_session_is_recorded_in_the_folder_that_is_named_with_the_temperature_
 def test_a_request_that_makes_the_forward_pass_fail_is_refused_and_the_engine_goes_on(
     published_run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_forward_fatal(33, fail, monkeypatch.setattr)
+    bench.engines.fatal.make_forward_fatal(33, bench.engines.fatal.fail, monkeypatch.setattr)
     policy = find_policy(published_run.uri, "torch")
     rules = session_rules(policy.config.rollout)
-    own = {"Authorization": f"Bearer {KEY}"}
-    with local_plane(policy, name="taught", run_dir=str(tmp_path / "own"), rollout=rules, key=KEY) as plane:
-        wait_until(plane.is_serving.is_set)
+    own = {"Authorization": f"Bearer {policy_server.KEY}"}
+    with local_plane(
+        policy, name="taught", run_dir=str(tmp_path / "own"), rollout=rules, key=policy_server.KEY
+    ) as plane:
+        bench.waits.wait_until(plane.is_serving.is_set)
 
         def ask(prompt: list[int]) -> int:
             body = {"model": "policy", "prompt": prompt, "max_tokens": 4}
             url = f"{plane.url}/v1/completions"
-            return httpx.post(url, json=body, headers=own, timeout=patience()).status_code
+            return httpx.post(url, json=body, headers=own, timeout=bench.waits.patience()).status_code
 
         with ThreadPoolExecutor(8) as pool:
             assert [*pool.map(ask, [[5, 6]] * 4 + [[5, 33]] + [[5, 7]] * 3)] == [200] * 4 + [502] + [200] * 3

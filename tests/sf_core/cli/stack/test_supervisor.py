@@ -21,7 +21,7 @@ from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, make_configuration, read_pid
 from sf_core.cli.stack.supervisord_child import refuse_links
 from storage.errors import StorageError
-from tests.patience import patience, wait_until
+from tests.bench.waits import patience, wait_until
 
 SLEEP = ["sleep", "300"]
 COMMAND = """

@@ -14,7 +14,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.engines.grammar import Following, Vocabulary, find_forbidden
 from tests.bench.dataplane.planes import CALC
-from tests.sf_core.dataplane.gateway.dialects.test_tool_formats import make_special
+from tests.bench.dataplane.tools import make_special
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

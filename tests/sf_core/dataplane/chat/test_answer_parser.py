@@ -11,7 +11,7 @@ from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from tests.bench.dataplane.planes import CALC
-from tests.sf_core.dataplane.chat.calls.test_formats import ADD
+from tests.bench.dataplane.tools import ADD
 
 TOOLS = [CALC, ADD]
 

@@ -19,13 +19,11 @@ from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.reports.export.export import export
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import read_trajectories, to_rows
+from tests.bench import dataplane, runs
 from tests.bench.commands import sf
-from tests.bench.dataplane.conversations import FIND, Record, call_text, family, odd_ids, user
-from tests.bench.dataplane.specs import make_tool
-from tests.bench.runs import configure, sample
 
 SYSTEM = {"role": "system", "content": "Be brief. \N{GREEK SMALL LETTER PI}"}
-OTHER = make_tool("look", "Looks.", where="string")
+OTHER = dataplane.specs.make_tool("look", "Looks.", where="string")
 
 
 class Talk:
@@ -33,18 +31,20 @@ class Talk:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.renderer = family(name)
+        self.renderer = dataplane.conversations.family(name)
         self.rng = random.Random(0)
-        self.record = Record(self.renderer)
+        self.record = dataplane.conversations.Record(self.renderer)
 
     def turns(self, tools: list[dict[str, Any]], question: str, num_calls: int = 1) -> None:
-        messages = [SYSTEM, user(question)]
+        messages = [SYSTEM, dataplane.conversations.user(question)]
         for x in range(num_calls if tools else 0):
-            turn = self._say(messages, tools, call_text(self.name, x), ToolCall("find", {"x": x}))
+            turn = self._say(
+                messages, tools, dataplane.conversations.call_text(self.name, x), ToolCall("find", {"x": x})
+            )
             call_id = turn["tool_calls"][0]["id"]
             messages += [turn, {"role": "tool", "content": f"found {x}", "tool_call_id": call_id}]
         messages.append(self._say(messages, tools, "the answer is 12"))
-        messages.append(user("sure?"))
+        messages.append(dataplane.conversations.user("sure?"))
         self._say(messages, tools, "yes")
 
     def _say(
@@ -55,13 +55,15 @@ class Talk:
         *calls: ToolCall,
     ) -> dict[str, Any]:
         prompt = self.record.session.open_prompt(messages, tools, self.renderer)
-        return self.record.answer(prompt, odd_ids(self.renderer, text, self.rng), calls=calls).message
+        return self.record.answer(
+            prompt, dataplane.conversations.odd_ids(self.renderer, text, self.rng), calls=calls
+        ).message
 
     def store(self, folder: Path) -> RunDirectory:
         run = RunDirectory(str(folder / "run-1"))
-        configure(run)
+        runs.configure(run)
         shutil.copytree(self.renderer.model_dir, run.start_dir)
-        sample(run, 0, self.record.export())
+        runs.sample(run, 0, self.record.export())
         return run
 
 
@@ -82,8 +84,8 @@ def seen(run: RunDirectory, tokenizer: PreTrainedTokenizerFast) -> dict[str, str
 
 
 def test_rows_for_trl_render_to_what_the_policy_saw(talk: Talk, tmp_path: Path) -> None:
-    talk.turns([FIND], "one tool")
-    talk.turns([FIND, OTHER], "two tools", num_calls=2)
+    talk.turns([dataplane.conversations.FIND], "one tool")
+    talk.turns([dataplane.conversations.FIND, OTHER], "two tools", num_calls=2)
     talk.turns([], "no tool")
     run = talk.store(tmp_path)
     tokenizer = tokenizer_of(run)
@@ -105,7 +107,7 @@ def test_rows_for_verl_say_whether_they_render_to_what_the_policy_saw(
 ) -> None:
     """Arguments of calls are texts there; the template of Llama writes them in quotes."""
     talk = Talk(name)
-    talk.turns([FIND], "one tool")
+    talk.turns([dataplane.conversations.FIND], "one tool")
     talk.turns([], "no tool")
     run = talk.store(tmp_path)
     tokenizer = tokenizer_of(run)
@@ -122,7 +124,7 @@ def test_rows_for_verl_say_whether_they_render_to_what_the_policy_saw(
 
 def test_tools_that_parquet_fills_with_nulls_are_told(tmp_path: Path) -> None:
     talk = Talk("qwen3")
-    talk.turns([FIND, OTHER], "two tools")
+    talk.turns([dataplane.conversations.FIND, OTHER], "two tools")
     run = talk.store(tmp_path)
     code, output = sf("export", run.uri, "--to", "verl", str(tmp_path / "out.parquet"))
     assert code == 0
@@ -141,23 +143,23 @@ def test_tools_without_a_type_in_parquet_are_left_out(tmp_path: Path) -> None:
 
 
 def test_sharegpt_has_the_tools_as_text(talk: Talk, tmp_path: Path) -> None:
-    talk.turns([FIND], "one tool")
+    talk.turns([dataplane.conversations.FIND], "one tool")
     talk.turns([], "no tool")
     export(talk.store(tmp_path).uri, "sharegpt", str(tmp_path / "out.jsonl"))
     first, second = (
         json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
     )
-    assert (json.loads(first["tools"]), second["tools"]) == ([FIND], "")
+    assert (json.loads(first["tools"]), second["tools"]) == ([dataplane.conversations.FIND], "")
 
 
 def test_rows_that_render_otherwise_are_told_apart(tmp_path: Path) -> None:
     talk = Talk("qwen3")
-    talk.turns([FIND], "as it was")
+    talk.turns([dataplane.conversations.FIND], "as it was")
     run = talk.store(tmp_path)
     rows = talk.record.export()
     # ids that no template would make of the messages
     rows[0].token_ids[2] += 1
-    sample(run, 1, rows)
+    runs.sample(run, 1, rows)
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert (code, "1 conversations render to other tokens than the policy saw" in output) == (0, True)
     told = [
@@ -169,9 +171,11 @@ def test_rows_that_render_otherwise_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_forced_beginning_was_seen(tmp_path: Path) -> None:
     talk = Talk("qwen3")
-    whole = call_text("qwen3", 1)
+    whole = dataplane.conversations.call_text("qwen3", 1)
     cut = whole.index("find")
-    prompt = talk.record.session.open_prompt([user("a")], [FIND], talk.renderer, whole[:cut])
+    prompt = talk.record.session.open_prompt(
+        [dataplane.conversations.user("a")], [dataplane.conversations.FIND], talk.renderer, whole[:cut]
+    )
     talk.record.answer(
         prompt,
         talk.renderer.encode(whole[cut:]).tolist(),
@@ -183,7 +187,7 @@ def test_a_forced_beginning_was_seen(tmp_path: Path) -> None:
 
 def test_without_a_tokenizer_nothing_is_checked(tmp_path: Path) -> None:
     talk = Talk("chatml")
-    talk.turns([FIND], "one tool")
+    talk.turns([dataplane.conversations.FIND], "one tool")
     run = talk.store(tmp_path)
     shutil.rmtree(run.start_dir)
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
@@ -193,12 +197,12 @@ def test_without_a_tokenizer_nothing_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_rendering_has_one_placeholder_for_each_picture(tmp_path: Path) -> None:
-    renderer = family("qwen2_5_vl")
+    renderer = dataplane.conversations.family("qwen2_5_vl")
     run = RunDirectory(str(tmp_path / "run-1"))
     shutil.copytree(renderer.model_dir, run.start_dir)
     picture = {"type": "image", "sha256": "a", "width": 56, "height": 56}
     messages: list[Message] = [{"role": "user", "content": [picture, picture]}]
-    record = Record(renderer)
+    record = dataplane.conversations.Record(renderer)
     seen, spans = record.read(record.session.open_prompt(messages, [], renderer))
     assert [span.length for span in spans] == [4, 4]
     reader = Reader(run)

@@ -13,15 +13,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from sf_core.dataplane.chat.renderer import LONG, Renderer
 from sf_core.dataplane.chat.token_bound import TokenBound
-from tests.bench.dataplane.tokenizers import CORPUS, make_model_dir
-from tests.sf_core.dataplane.prompts.folders import FOLDERS, folder
+from tests.bench import dataplane
+from tests.bench.dataplane.prompts import folders
 
 TEXTS = st.lists(
     st.one_of(
         st.sampled_from(
             ["the quick brown", "<|im_end|>", "  ", "\n\n", "\u2581", "----", "K", "\u0301", "\u212a"]
         ),
-        st.sampled_from(CORPUS),
+        st.sampled_from(dataplane.tokenizers.CORPUS),
         st.text(max_size=20),
     ),
     max_size=60,
@@ -32,12 +32,12 @@ TEXTS = st.lists(
 def tokenizers() -> Iterator[list[Tokenizer]]:
     """That of the tests, the same with NFC, those of the templates, and one whose tokens take blanks."""
     with TemporaryDirectory() as at:
-        make_model_dir(Path(at))
+        dataplane.tokenizers.make_model_dir(Path(at))
         path = f"{at}/tokenizer.json"
         plain, composing, stripping = (Tokenizer.from_file(path) for _ in range(3))
         composing.normalizer = normalizers.NFC()
         stripping.add_tokens([AddedToken("<|end|>", rstrip=True, lstrip=True)])
-        others = {Path(folder(*one)) / "tokenizer.json" for one in FOLDERS}
+        others = {Path(folders.folder(*one)) / "tokenizer.json" for one in folders.FOLDERS}
         yield [plain, composing, stripping, *map(Tokenizer.from_file, map(str, sorted(others)))]
 
 

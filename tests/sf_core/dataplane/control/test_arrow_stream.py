@@ -20,9 +20,9 @@ from storage.tables.outcomes import write_outcomes
 from storage.tables.parquet import METADATA
 from storage.tables.schema import SCHEMA, SEEING_SCHEMA
 from storage.tables.trajectories import images_of, read_trajectories, to_rows, write_trajectories
+from tests.bench import runs
 from tests.bench.dataplane.planes import ServedPlane
-from tests.bench.runs import commit, conversation
-from tests.patience import join
+from tests.bench.waits import join
 
 PAGE = (Path(__file__).parents[4] / "docs" / "guides" / "training" / "your-trainer.md").read_text(
     encoding="utf-8"
@@ -84,7 +84,7 @@ def test_a_committed_batch_is_read_from_the_run_directory(answering_plane: Serve
     rows = to_rows(read_trajectories(sealed_file(answering_plane)))[:1]
     ref = write_trajectories(directory, 7, rows, "other")
     outputs = [write_outcomes(directory, 7, [], "other"), ref]
-    commit(directory, 7, "rollout", outputs=outputs)
+    runs.commit(directory, 7, "rollout", outputs=outputs)
     assert read(answering_plane.http.get(PATH.format(7))).num_rows == 1
 
 
@@ -96,7 +96,7 @@ def test_an_unknown_run_is_refused_with_a_sentence(answering_plane: ServedPlane)
 def test_the_stream_of_a_policy_that_sees_has_its_pictures(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path))
     span = PictureSpan("a" * 64, 0, 1, 28, 28)
-    rows = [conversation([{"role": "user", "content": "x"}], images=images) for images in ((span,), ())]
+    rows = [runs.conversation([{"role": "user", "content": "x"}], images=images) for images in ((span,), ())]
     file = run.path(write_trajectories(run, 0, rows, "part", sees=True).uri)
     streamed = pa.ipc.open_stream(b"".join(arrow_stream([file], sees=True))).read_all()
     assert streamed.schema.equals(SEEING_SCHEMA) and images_of(streamed) == [(span,), ()]

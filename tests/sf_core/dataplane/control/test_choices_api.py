@@ -8,27 +8,26 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.client import DataplaneClient
-from tests.bench.dataplane.planes import ServedPlane, say
-from tests.sf_core.dataplane.gateway.test_observed import figures
-from tests.sf_core.dataplane.runs.test_scoring import answer_all, ask, claim, score, sessions
+from tests.bench.dataplane import planes, served_runs
+from tests.bench.dataplane.figures import figures
 
 BATCH = "/runs/run/batches/0"
 
 
-def register(plane: ServedPlane, renderer: Renderer, **rules: Any) -> None:
+def register(plane: planes.ServedPlane, renderer: Renderer, **rules: Any) -> None:
     plane.register(**{"groups_per_batch": 1, "group_size": 2, "lag_bound": 0} | rules)
-    plane.connect(lambda prompt, seed: say(renderer, "answer"))
+    plane.connect(lambda prompt, seed: planes.say(renderer, "answer"))
 
 
-def end(plane: ServedPlane, session_id: str, reward: float = 1.0, **parts: float) -> dict[str, Any]:
+def end(plane: planes.ServedPlane, session_id: str, reward: float = 1.0, **parts: float) -> dict[str, Any]:
     report = {"session_id": session_id, "status": "finished", "reward": reward, "reward_parts": parts}
     return plane.post("/runs/run/finished", {"sessions": [report]})
 
 
-def play(plane: ServedPlane, runner: str = "a0") -> None:
+def play(plane: planes.ServedPlane, runner: str = "a0") -> None:
     """Have a group end with equal rewards."""
-    for name in sessions(claim(plane, runner, 2)):
-        ask(plane, name)
+    for name in served_runs.sessions(served_runs.claim(plane, runner, 2)):
+        served_runs.ask(plane, name)
         end(plane, name)
 
 
@@ -36,7 +35,7 @@ def play(plane: ServedPlane, runner: str = "a0") -> None:
 
 
 def test_a_flow_ends_with_the_counts_if_all_groups_of_ten_batches_were_dropped(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     register(served_plane, renderer, gate="varied")
     for _ in range(9):
@@ -53,10 +52,12 @@ def test_a_flow_ends_with_the_counts_if_all_groups_of_ten_batches_were_dropped(
         "rollout.gate varied rejects every group; use tasks that the policy sometimes solves, correct "
         "rollout.success, or set rollout.gate to all"
     )
-    assert sessions(claim(served_plane, "a0", 2)) == [], "nothing is sampled for a run that ends"
+    assert served_runs.sessions(served_runs.claim(served_plane, "a0", 2)) == [], (
+        "nothing is sampled for a run that ends"
+    )
     # another attempt, in which it is mended, goes on
     served_plane.register(groups_per_batch=1, group_size=2, lag_bound=0, attempt=2)
-    served_plane.connect(lambda prompt, seed: say(renderer, "answer"), lease="r1", attempt=2)
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "answer"), lease="r1", attempt=2)
     play(served_plane, "a1")
     assert served_plane.get(BATCH)["ready"]
     sealed = served_plane.post(f"{BATCH}/seal", {"attempt": 2})
@@ -68,12 +69,12 @@ def test_a_flow_ends_with_the_counts_if_all_groups_of_ten_batches_were_dropped(
 
 
 def test_a_reward_without_the_part_fails_its_session_with_the_parts_that_it_has(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     register(served_plane, renderer, success={"part": "right"}, session_attempts=1)
-    first, second = sessions(claim(served_plane, "a0", 2))
+    first, second = served_runs.sessions(served_runs.claim(served_plane, "a0", 2))
     for name in (first, second):
-        ask(served_plane, name)
+        served_runs.ask(served_plane, name)
     refusal = (
         "The reward has no part 'right' (rollout.success.part); its parts are 'form', 'style': set "
         "rollout.success.part to one of these, or return the missing part."
@@ -84,8 +85,8 @@ def test_a_reward_without_the_part_fails_its_session_with_the_parts_that_it_has(
     assert status["counters"]["failures.reward_error"] == 1
     assert status["counters"]["rejected_groups.reward_error"] == 1
 
-    [third, _] = sessions(claim(served_plane, "a0", 2))
-    ask(served_plane, third)
+    [third, _] = served_runs.sessions(served_runs.claim(served_plane, "a0", 2))
+    served_runs.ask(served_plane, third)
     refusal = (
         "The reward has no part 'right' (rollout.success.part); it has no parts: return a "
         "mapping of named parts, or remove rollout.success.part."
@@ -95,19 +96,19 @@ def test_a_reward_without_the_part_fails_its_session_with_the_parts_that_it_has(
 
 
 def test_held_out_sessions_need_no_part_and_failed_ones_are_wrong(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     rules = {"success": {"part": "right", "at_least": -1.0}, "gate": "varied", "failed_reward": 1.0}
     register(served_plane, renderer, **rules, on_failure={"agent_error": "zero"})
     served_plane.post("/runs/run/evaluations/0", {"num_tasks": 1})
-    [held_out] = sessions(claim(served_plane, "a0", 1))
-    ask(served_plane, held_out)
+    [held_out] = served_runs.sessions(served_runs.claim(served_plane, "a0", 1))
+    served_runs.ask(served_plane, held_out)
     assert end(served_plane, held_out, 0.5)["finished"] == [held_out]
     assert served_plane.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
 
-    failing, right = sessions(claim(served_plane, "a0", 2))
+    failing, right = served_runs.sessions(served_runs.claim(served_plane, "a0", 2))
     for name in (failing, right):
-        ask(served_plane, name)
+        served_runs.ask(served_plane, name)
     served_plane.post(f"/sessions/{failing}/finish", {"status": "failed", "error": "KeyError: x"})
     end(served_plane, right, right=0.5)
     # a failed session has no parts: 0, which is at least -1
@@ -120,16 +121,16 @@ def test_held_out_sessions_need_no_part_and_failed_ones_are_wrong(
 
 
 def test_a_cut_session_has_ended_for_its_agent_and_its_runner(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     register(served_plane, renderer, spare_sessions=1)
-    names = sessions(claim(served_plane, "a0", 3))
+    names = served_runs.sessions(served_runs.claim(served_plane, "a0", 3))
     for name in names:
-        ask(served_plane, name)
+        served_runs.ask(served_plane, name)
     for name in names[1:]:
         end(served_plane, name)
     cut = names[0]
-    assert claim(served_plane, "a0", 0, "agent", cut)["ended"] == [cut], "its runner stops it"
+    assert served_runs.claim(served_plane, "a0", 0, "agent", cut)["ended"] == [cut], "its runner stops it"
     ended = names[1]
     asked = {"model": "policy", "messages": []}
     late = [
@@ -152,7 +153,7 @@ def test_a_cut_session_has_ended_for_its_agent_and_its_runner(
     assert end(served_plane, ended, 0.0) == {"finished": [], "refused": {ended: refusal}}
     assert served_plane.get("/runs/run")["counters"]["finished_sessions"] == 2
 
-    tokens = len(say(renderer, "answer"))
+    tokens = len(planes.say(renderer, "answer"))
     sealed = served_plane.post(f"{BATCH}/seal", {"attempt": 1})
     assert sealed["sessions"] == 2
     figures_of_lengths = {name: sealed[name] for name in ("length_kept", "length_cut", "cut_sessions")}
@@ -167,40 +168,44 @@ def test_a_cut_session_has_ended_for_its_agent_and_its_runner(
 
 
 def test_a_cut_session_that_waits_for_its_score_is_scored_by_nobody(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     register(served_plane, renderer, spare_sessions=1)
-    claim(served_plane, "s0", 0, "reward")
-    names = answer_all(served_plane, claim(served_plane, "a0", 3))
-    given = sessions(claim(served_plane, "s0", 2, "reward"))
+    served_runs.claim(served_plane, "s0", 0, "reward")
+    names = served_runs.answer_all(served_plane, served_runs.claim(served_plane, "a0", 3))
+    given = served_runs.sessions(served_runs.claim(served_plane, "s0", 2, "reward"))
     assert given == names[:2]
-    score(served_plane, given)
+    served_runs.score(served_plane, given)
     assert served_plane.get("/runs/run")["work"]["reward"] == 0
-    assert sessions(claim(served_plane, "s0", 9, "reward")) == []
+    assert served_runs.sessions(served_runs.claim(served_plane, "s0", 9, "reward")) == []
     assert served_plane.get(BATCH)["ready"]
 
 
-def test_a_cut_session_that_is_being_scored_is_stopped(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_a_cut_session_that_is_being_scored_is_stopped(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     register(served_plane, renderer, spare_sessions=1)
-    claim(served_plane, "s0", 0, "reward")
-    names = answer_all(served_plane, claim(served_plane, "a0", 3))
-    assert sessions(claim(served_plane, "s0", 9, "reward")) == names
-    score(served_plane, names[:2])
-    assert claim(served_plane, "s0", 0, "reward", names[2])["ended"] == [names[2]]
+    served_runs.claim(served_plane, "s0", 0, "reward")
+    names = served_runs.answer_all(served_plane, served_runs.claim(served_plane, "a0", 3))
+    assert served_runs.sessions(served_runs.claim(served_plane, "s0", 9, "reward")) == names
+    served_runs.score(served_plane, names[:2])
+    assert served_runs.claim(served_plane, "s0", 0, "reward", names[2])["ended"] == [names[2]]
     assert end(served_plane, names[2]) == {"finished": [], "refused": {}}
 
 
-def test_groups_whose_task_was_taken_again_are_counted(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_groups_whose_task_was_taken_again_are_counted(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     register(served_plane, renderer, groups_per_batch=2, curriculum={"pool": 1})
-    claim(served_plane, "a0", 4)
+    served_runs.claim(served_plane, "a0", 4)
     assert figures(served_plane)["sf_repeated_tasks_total", "run"] == 1
 
 
-def test_claims_name_the_task_that_was_picked(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_claims_name_the_task_that_was_picked(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     stages = [{"shares": {"sums": 1.0}}]
     register(served_plane, renderer, groups_per_batch=2, curriculum={"pool": 99, "stages": stages})
     served_plane.post("/runs/run/evaluations/0", {"num_tasks": 2})
-    given = claim(served_plane, "a0", 6)["sessions"]
+    given = served_runs.claim(served_plane, "a0", 6)["sessions"]
     held_out = given[:2]
     trained = given[2:]
     assert [(each["source"], each["task_index"]) for each in held_out] == [("", 0), ("", 1)]
@@ -209,7 +214,7 @@ def test_claims_name_the_task_that_was_picked(served_plane: ServedPlane, rendere
     assert first | second <= {("sums", number) for number in range(99)}
     assert not (first | second) & {("sums", 0), ("sums", 1)}, "its number is not that of its group"
     # its answer comes with the same task
-    claim(served_plane, "s0", 0, "reward")
-    answer_all(served_plane, {"sessions": trained[:1]})
-    [again] = claim(served_plane, "s0", 9, "reward")["sessions"]
+    served_runs.claim(served_plane, "s0", 0, "reward")
+    served_runs.answer_all(served_plane, {"sessions": trained[:1]})
+    [again] = served_runs.claim(served_plane, "s0", 9, "reward")["sessions"]
     assert {(again["source"], again["task_index"])} == first

@@ -30,31 +30,29 @@ from sf_core.engines.drivers.spans import BUSY_GAP_S, MAX_SPAN_S, Spans
 from sf_core.engines.protocol import Engine, EngineLostError, WeightsRefusedError
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, WeightsRef
-from tests.bench.dataplane.planes import PRELOADED, ServedPlane, operator_client, running_app, say
-from tests.bench.engines.self_running import SelfRunningEngine
-from tests.bench.forks import Fork
-from tests.bench.proxies import SilentProxy
-from tests.patience import join, patience, wait_until
-from tests.properties import examples
-
-HELLO = wire.Hello("run", 1, "r0", 0, "r0", "r0", 8)
+from tests import bench
+from tests.bench.dataplane import planes
+from tests.sf_core.dataplane.control.hello import HELLO
 
 
 def make() -> ScriptedEngine:
     return ScriptedEngine(lambda prompt, seed: [1])
 
 
-@pytest.fixture(params=[lambda engine: engine, SelfRunningEngine], ids=["steps", "runs by itself"])
+@pytest.fixture(
+    params=[lambda engine: engine, bench.engines.self_running.SelfRunningEngine],
+    ids=["steps", "runs by itself"],
+)
 def drive(request: pytest.FixtureRequest) -> Callable[[ScriptedEngine], Engine]:
     """Makes of a scripted engine one for either driver."""
     return request.param
 
 
-def refusal(plane: ServedPlane, **hello: Any) -> str:
+def refusal(plane: planes.ServedPlane, **hello: Any) -> str:
     return serve_engine(plane.url, plane.key, replace(HELLO, **hello), make(), patience_s=5)
 
 
-def test_an_engine_is_told_the_current_weights(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_an_engine_is_told_the_current_weights(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     served_plane.register(version=3, weights_uri="w3", iteration=3)
     seen: list[WeightsRef] = []
 
@@ -66,27 +64,29 @@ def test_an_engine_is_told_the_current_weights(served_plane: ServedPlane, render
     engine = Seeing(lambda prompt, seed: [1])
     thread = threading.Thread(target=serve_engine, args=(served_plane.url, served_plane.key, HELLO, engine))
     thread.start()
-    wait_until(lambda: bool(served_plane.live_engines()))
+    bench.waits.wait_until(lambda: bool(served_plane.live_engines()))
     served_plane.post("/runs/run/release")
-    join(thread)
+    bench.waits.join(thread)
     assert seen == [WeightsRef(3, "w3")]
 
 
-def test_a_revoked_lease_ends_also_when_it_comes_late(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_a_revoked_lease_ends_also_when_it_comes_late(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register()
-    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "x"), lease="r0")
     assert served_plane.post("/runs/run/leases/r0/revoke") == {"engines": 1, "dropped": 0}
     assert served_plane.post("/runs/run/leases/t0-1/revoke") == {"engines": 0, "dropped": 0}
-    join(served_plane.threads[0])
+    bench.waits.join(served_plane.threads[0])
     assert served_plane.reasons == {"r0": "revoked"}
     assert refusal(served_plane, lease_id="t0-1") == "revoked"
 
 
-def test_what_is_stale_is_turned_away(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_what_is_stale_is_turned_away(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     served_plane.register()
-    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "x"), lease="r0")
     served_plane.register(attempt=2)
-    join(served_plane.threads[0])
+    bench.waits.join(served_plane.threads[0])
     assert served_plane.reasons["r0"] == "superseded by a later attempt of the flow"
     assert refusal(served_plane, lease_id="other") == "superseded by a later attempt of the flow"
     served_plane.post("/runs/run/release")
@@ -94,7 +94,9 @@ def test_what_is_stale_is_turned_away(served_plane: ServedPlane, renderer: Rende
 
 
 def test_no_proxy_stands_between_an_engine_and_its_data_plane(
-    served_plane: ServedPlane, proxy: SilentProxy, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: planes.ServedPlane,
+    proxy: bench.proxies.SilentProxy,
+    drive: Callable[[ScriptedEngine], Engine],
 ) -> None:
     served_plane.register()
     served_plane.post("/runs/run/release")
@@ -103,19 +105,21 @@ def test_no_proxy_stands_between_an_engine_and_its_data_plane(
 
 
 def test_a_later_start_of_a_lease_takes_the_place_of_the_earlier(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", engine_id="old")
-    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", epoch=1, engine_id="new")
-    wait_until(lambda: [e["id"] for e in served_plane.live_engines()] == ["new"])
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "x"), lease="r0", engine_id="old")
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "x"), lease="r0", epoch=1, engine_id="new")
+    bench.waits.wait_until(lambda: [e["id"] for e in served_plane.live_engines()] == ["new"])
     assert refusal(served_plane) == "superseded by a later start of the same lease"
 
 
-@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=bench.properties.examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_of_all_starts_that_have_said_hello_the_latest_serves(
-    served_plane: ServedPlane, epochs: list[int]
+    served_plane: planes.ServedPlane, epochs: list[int]
 ) -> None:
     """Whatever the order of their hellos; the same one again is a connection that broke."""
     served_plane.register()
@@ -132,14 +136,16 @@ def test_of_all_starts_that_have_said_hello_the_latest_serves(
             assert [e["id"] for e in engines if e["worker"] == lease] == [f"{latest}"]
 
 
-def test_an_engine_waits_for_its_run_to_be_registered(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_an_engine_waits_for_its_run_to_be_registered(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     reasons: list[str] = []
     thread = threading.Thread(target=lambda: reasons.append(refusal(served_plane)))
     thread.start()
     served_plane.register()
-    wait_until(lambda: bool(served_plane.live_engines()))
+    bench.waits.wait_until(lambda: bool(served_plane.live_engines()))
     served_plane.post("/runs/run/release")
-    join(thread)
+    bench.waits.join(thread)
     assert reasons == ["released"]
 
 
@@ -151,14 +157,14 @@ def test_an_engine_gives_up_on_a_data_plane_that_stays_away(
 
 
 def test_a_wrong_key_is_no_reason_to_try_again(drive: Callable[[ScriptedEngine], Engine]) -> None:
-    with running_app(key="secret") as url, pytest.raises(InvalidStatus):
+    with planes.running_app(key="secret") as url, pytest.raises(InvalidStatus):
         serve_engine(url, "wrong", HELLO, drive(make()))
 
 
 def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_before(
     drive: Callable[[ScriptedEngine], Engine],
 ) -> None:
-    patience_s = patience(0.2)
+    patience_s = bench.waits.patience(0.2)
     connections: list[ServerConnection] = []
 
     def data_plane(socket: ServerConnection) -> None:
@@ -180,27 +186,27 @@ def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_befor
 def test_an_engine_gives_up_on_a_data_plane_that_hangs(
     tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HEARTBEAT_S", patience(0.3))
+    monkeypatch.setattr(connection, "HEARTBEAT_S", bench.waits.patience(0.3))
     failures: list[str] = []
 
     def serve_it() -> None:
         try:
-            serve_engine(url, operator_key(url), HELLO, make(), patience_s=patience(0.5))
+            serve_engine(url, operator_key(url), HELLO, make(), patience_s=bench.waits.patience(0.5))
         except ConnectionError as error:
             failures.append(str(error))
 
     port_file = tmp_path / "port"
     words = ("dataplane", "--port", "0", "--port-file", str(port_file))
-    with Fork(PRELOADED, "sf_core", *words) as process:
-        wait_until(port_file.exists)
+    with bench.forks.Fork(planes.PRELOADED, "sf_core", *words) as process:
+        bench.waits.wait_until(port_file.exists)
         url = f"http://127.0.0.1:{port_file.read_text(encoding='utf-8')}"
-        plane = ServedPlane(url, operator_client(url), tmp_path, model_dir)
+        plane = planes.ServedPlane(url, planes.operator_client(url), tmp_path, model_dir)
         plane.register()
         thread = threading.Thread(target=serve_it)
         thread.start()
-        wait_until(lambda: bool(plane.live_engines()))
+        bench.waits.wait_until(lambda: bool(plane.live_engines()))
         process.send_signal(signal.SIGSTOP)
-        join(thread)
+        bench.waits.join(thread)
         process.kill()
     assert failures and "data plane at ws://" in failures[0]
 
@@ -225,43 +231,47 @@ def test_what_a_dead_engine_had_continues_elsewhere(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
     with (
-        running_app(heartbeat_s=patience(1.0)) as url,
-        operator_client(url) as http,
+        planes.running_app(heartbeat_s=bench.waits.patience(1.0)) as url,
+        planes.operator_client(url) as http,
     ):
-        plane = ServedPlane(url, http, tmp_path, model_dir)
+        plane = planes.ServedPlane(url, http, tmp_path, model_dir)
         plane.register()
         with connect_silently(url):
-            wait_until(lambda: bool(plane.live_engines()))
+            bench.waits.wait_until(lambda: bool(plane.live_engines()))
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             answers: list[httpx.Response] = []
             agent = threading.Thread(
                 target=lambda: answers.append(
-                    httpx.post(url + "/v1/chat/completions", json=body, timeout=patience())
+                    httpx.post(url + "/v1/chat/completions", json=body, timeout=bench.waits.patience())
                 )
             )
             agent.start()
-            wait_until(lambda: any(engine["running"] for engine in plane.live_engines()))
-            plane.connect(lambda prompt, seed: say(renderer, "alive"), lease="r1")
-            join(agent)
+            bench.waits.wait_until(lambda: any(engine["running"] for engine in plane.live_engines()))
+            plane.connect(lambda prompt, seed: planes.say(renderer, "alive"), lease="r1")
+            bench.waits.join(agent)
         assert answers[0].json()["choices"][0]["message"]["content"] == "alive"
         assert [engine["worker"] for engine in plane.live_engines()] == ["r1"]
         plane.post("/runs/run/release")
 
 
-def test_a_drained_engine_yields_and_is_not_taken_back(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_a_drained_engine_yields_and_is_not_taken_back(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register()
-    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "x"), lease="r0")
     assert served_plane.post("/runs/run/engines/r0/drain") == {"running": 0}
-    join(served_plane.threads[0])
+    bench.waits.join(served_plane.threads[0])
     assert served_plane.reasons == {"r0": "drained"}
     assert refusal(served_plane, epoch=1) == "revoked"
     assert served_plane.http.post("/runs/run/engines/r0/drain").status_code == 404
 
 
-def test_pausing_answers_when_engines_stand_still(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_pausing_answers_when_engines_stand_still(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register()
     for lease in ("r0", "r1"):
-        served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease=lease)
+        served_plane.connect(lambda prompt, seed: planes.say(renderer, "x"), lease=lease)
     assert served_plane.post("/runs/run/pause", {"mode": "evacuate", "engine": "r0"})["engines"] == 1
     assert [engine["state"] for engine in served_plane.live_engines()] == ["paused", "serving"]
     assert served_plane.post("/runs/run/pause")["engines"] == 2
@@ -284,10 +294,10 @@ async def test_frames_an_engine_does_not_read_are_bounded() -> None:
     assert full == [True]
 
 
-def test_an_update_reaches_every_engine(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_an_update_reaches_every_engine(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     served_plane.register()
     for lease in ("r0", "t0"):
-        served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease=lease)
+        served_plane.connect(lambda prompt, seed: planes.say(renderer, "x"), lease=lease)
     answer = served_plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     assert answer["engines"] == {"r0": 1, "t0": 1}
     assert [engine["version"] for engine in served_plane.live_engines()] == [1, 1]
@@ -295,7 +305,7 @@ def test_an_update_reaches_every_engine(served_plane: ServedPlane, renderer: Ren
 
 
 def test_what_the_engine_raises_ends_the_lease(
-    served_plane: ServedPlane, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: planes.ServedPlane, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
     served_plane.register()
 
@@ -305,7 +315,7 @@ def test_what_the_engine_raises_ends_the_lease(
 
     with pytest.raises(MemoryError, match="no room"):
         serve_engine(served_plane.url, served_plane.key, HELLO, drive(Broken(lambda prompt, seed: [1])))
-    wait_until(lambda: served_plane.get("/runs/run")["engines"] == [])
+    bench.waits.wait_until(lambda: served_plane.get("/runs/run")["engines"] == [])
 
 
 class Recorded:
@@ -362,23 +372,23 @@ def test_what_an_aborted_request_had_sampled_and_not_reported_counts_as_sampled(
 
 
 def test_loading_sampling_waiting_and_yielding_are_told_apart(
-    served_plane: ServedPlane, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: planes.ServedPlane, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
     served_plane.register()
     recorded = Recorded()
 
-    engine = drive(ScriptedEngine(lambda prompt, seed: say(renderer, "x")))
+    engine = drive(ScriptedEngine(lambda prompt, seed: planes.say(renderer, "x")))
     thread = threading.Thread(
         target=serve_engine, args=(served_plane.url, served_plane.key, HELLO, engine, recorded)
     )
     thread.start()
-    wait_until(lambda: bool(served_plane.live_engines()))
+    bench.waits.wait_until(lambda: bool(served_plane.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     served_plane.post("/v1/chat/completions", body)
     served_plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     time.sleep(2 * BUSY_GAP_S)
     served_plane.post("/runs/run/leases/r0/revoke")
-    join(thread)
+    bench.waits.join(thread)
     told = [(kind, label, version) for kind, label, _, _, version, _ in recorded.spans if kind != "wait"]
     assert told[0] == ("moving", "load engine", 0)
     assert told[-2:] == [("moving", "load weights", 1), ("moving", "yield", 1)]
@@ -406,21 +416,21 @@ class Losing(ScriptedEngine):
 
 
 def test_a_lost_engine_is_made_again_and_its_requests_go_on(
-    served_plane: ServedPlane, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: planes.ServedPlane, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
     served_plane.register()
-    engine = Losing(lambda prompt, seed: say(renderer, "still here"))
+    engine = Losing(lambda prompt, seed: planes.say(renderer, "still here"))
     thread = threading.Thread(
         target=serve_engine, args=(served_plane.url, served_plane.key, HELLO, drive(engine))
     )
     thread.start()
-    wait_until(lambda: bool(served_plane.live_engines()))
+    bench.waits.wait_until(lambda: bool(served_plane.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     answer = served_plane.post("/v1/chat/completions", body)
     assert answer["choices"][0]["message"]["content"] == "still here"
     assert engine.num_starts == 2
     served_plane.post("/runs/run/release")
-    join(thread)
+    bench.waits.join(thread)
 
 
 class Picky(ScriptedEngine):
@@ -442,16 +452,16 @@ class Picky(ScriptedEngine):
 
 
 def test_an_engine_that_refuses_weights_serves_on_and_is_not_waited_for(
-    served_plane: ServedPlane,
+    served_plane: planes.ServedPlane,
     renderer: Renderer,
     caplog: pytest.LogCaptureFixture,
     drive: Callable[[ScriptedEngine], Engine],
 ) -> None:
     served_plane.register()
-    engine = drive(Picky(lambda prompt, seed: say(renderer, "x")))
+    engine = drive(Picky(lambda prompt, seed: planes.say(renderer, "x")))
     thread = threading.Thread(target=serve_engine, args=(served_plane.url, served_plane.key, HELLO, engine))
     thread.start()
-    wait_until(lambda: bool(served_plane.live_engines()))
+    bench.waits.wait_until(lambda: bool(served_plane.live_engines()))
     published = served_plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     told = "because it refuses version 1: w1/model.safetensors: cut off"
     assert published["engines"] == {"r0": 0}
@@ -463,7 +473,7 @@ def test_an_engine_that_refuses_weights_serves_on_and_is_not_waited_for(
     assert (published["engines"], published["refusals"]) == ({"r0": 2}, [])
     assert "refuses" not in served_plane.get("/runs/run")["waiting_for"]
     served_plane.post("/runs/run/release")
-    join(thread)
+    bench.waits.join(thread)
 
 
 class Fetching(ScriptedEngine):
@@ -479,7 +489,7 @@ class Fetching(ScriptedEngine):
 
 
 def test_an_engine_yields_while_its_weights_are_on_their_way(
-    served_plane: ServedPlane, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: planes.ServedPlane, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
     served_plane.register()
     recorded = Recorded()
@@ -491,8 +501,8 @@ def test_an_engine_yields_while_its_weights_are_on_their_way(
         )
     )
     thread.start()
-    wait_until(lambda: bool(served_plane.get("/runs/run")["engines"]))
+    bench.waits.wait_until(lambda: bool(served_plane.get("/runs/run")["engines"]))
     assert served_plane.post("/runs/run/leases/r0/revoke", {"within_s": 5}) == {"engines": 1, "dropped": 0}
-    join(thread)
+    bench.waits.join(thread)
     assert reasons == ["revoked"] and engine.rested
     assert [label for _, label, *_ in recorded.spans] == ["load engine", "yield"]

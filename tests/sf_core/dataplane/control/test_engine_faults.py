@@ -23,23 +23,22 @@ from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, FinishReason, GenerationRequest
-from tests.bench.dataplane.planes import ServedPlane, say
-from tests.bench.engines.self_running import SelfRunningEngine
-from tests.patience import patience, wait_until
-from tests.sf_core.dataplane.control.test_engine_client import HELLO
+from tests import bench
+from tests.bench.dataplane import planes
+from tests.sf_core.dataplane.control.hello import HELLO
 
 VERSION = 3
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 
 
 @pytest.fixture
-def opened(served_plane: ServedPlane) -> dict[str, Any]:
+def opened(served_plane: planes.ServedPlane) -> dict[str, Any]:
     served_plane.register(version=VERSION, weights_uri="w3", iteration=VERSION)
     return served_plane.client.post("/sessions", {"run_id": "run"})
 
 
 @contextmanager
-def engine(plane: ServedPlane, lease: str = "r0") -> Iterator[ClientConnection]:
+def engine(plane: planes.ServedPlane, lease: str = "r0") -> Iterator[ClientConnection]:
     """Socket of a serving engine, through which the test sends its tokens."""
     with plane.dial() as socket:
         socket.send(wire.pack(replace(HELLO, lease_id=lease, engine_id=lease, worker=lease)))
@@ -49,17 +48,19 @@ def engine(plane: ServedPlane, lease: str = "r0") -> Iterator[ClientConnection]:
 
 
 @contextmanager
-def asking(plane: ServedPlane, opened: dict[str, Any], **changes: Any) -> Iterator[Future[httpx.Response]]:
+def asking(
+    plane: planes.ServedPlane, opened: dict[str, Any], **changes: Any
+) -> Iterator[Future[httpx.Response]]:
     """Request of an agent, as a future response."""
     url = f"{plane.url}/sessions/{opened['session_id']}/v1/chat/completions"
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(httpx.post, url, json=HI | changes, timeout=patience())
+        yield pool.submit(httpx.post, url, json=HI | changes, timeout=bench.waits.patience())
 
 
 def given(socket: ClientConnection) -> GenerationRequest:
     """The next request that the engine receives."""
     while True:
-        frame = socket.recv(timeout=patience())
+        frame = socket.recv(timeout=bench.waits.patience())
         assert isinstance(frame, bytes)
         submit = wire.read_from_data_plane(frame)
         if isinstance(submit, wire.Submit):
@@ -70,7 +71,7 @@ def close_reason(socket: ClientConnection) -> tuple[int, str]:
     """Read until the data plane closes the connection; returns code and reason."""
     while True:
         try:
-            socket.recv(timeout=patience())
+            socket.recv(timeout=bench.waits.patience())
         except ConnectionClosed as closed:
             assert closed.rcvd is not None
             return closed.rcvd.code, closed.rcvd.reason
@@ -98,7 +99,7 @@ def answer(response: httpx.Response) -> str:
     ],
 )
 def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
-    served_plane: ServedPlane,
+    served_plane: planes.ServedPlane,
     renderer: Renderer,
     opened: dict[str, Any],
     ids: list[int],
@@ -106,7 +107,7 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
     version: int,
     sentence: str,
 ) -> None:
-    begun = say(renderer, "xyz")[:2]
+    begun = planes.say(renderer, "xyz")[:2]
     with engine(served_plane) as faulty, asking(served_plane, opened) as asked:
         request_id = given(faulty).request_id
         # zero, but for rounding
@@ -116,12 +117,12 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
         )
         code, reason = close_reason(faulty)
         assert (code, reason.startswith(f"the engine {sentence}")) == (wire.BAD_FRAME, True)
-        served_plane.connect(lambda prompt, seed: say(renderer, "xyz"), lease="r1")
+        served_plane.connect(lambda prompt, seed: planes.say(renderer, "xyz"), lease="r1")
         assert answer(asked.result()) == "xyz"
     # the next one was given what the first had sent before, and the turn has every token once
     assert served_plane.asked[0].prompt_ids[-2:] == begun
     [turn] = served_plane.get(f"/sessions/{opened['session_id']}")["turns"]
-    assert (turn["num_tokens"], turn["versions"]) == (len(say(renderer, "xyz")), [VERSION, VERSION])
+    assert (turn["num_tokens"], turn["versions"]) == (len(planes.say(renderer, "xyz")), [VERSION, VERSION])
 
 
 @pytest.mark.parametrize(
@@ -145,10 +146,10 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
     ],
 )
 def test_a_frame_that_makes_no_sense_ends_its_engine_only(
-    served_plane: ServedPlane, opened: Any, frame: Any
+    served_plane: planes.ServedPlane, opened: Any, frame: Any
 ) -> None:
     with engine(served_plane, "r0") as faulty, engine(served_plane, "r1"):
-        wait_until(lambda: len(served_plane.live_engines()) == 2)
+        bench.waits.wait_until(lambda: len(served_plane.live_engines()) == 2)
         faulty.send(frame if isinstance(frame, (bytes, str)) else msgspec.msgpack.encode(frame))
         code, reason = close_reason(faulty)
         assert code == wire.BAD_FRAME and reason
@@ -156,11 +157,11 @@ def test_a_frame_that_makes_no_sense_ends_its_engine_only(
 
 
 def test_tokens_of_requests_that_the_engine_was_not_given_are_left_out(
-    served_plane: ServedPlane, renderer: Renderer, opened: dict[str, Any]
+    served_plane: planes.ServedPlane, renderer: Renderer, opened: dict[str, Any]
 ) -> None:
     with engine(served_plane) as socket, asking(served_plane, opened) as asked:
         request_id = given(socket).request_id
-        ids = say(renderer, "x")
+        ids = planes.say(renderer, "x")
         logprobs = [-1.0] * len(ids)
         end = Chunk(request_id, ids, logprobs, VERSION, FinishReason.STOP)
         socket.send(wire.pack(wire.Chunks([Chunk("unknown", ids, [], 99), end, end])))
@@ -169,7 +170,7 @@ def test_tokens_of_requests_that_the_engine_was_not_given_are_left_out(
 
 
 def test_a_request_that_ends_without_a_token_is_refused_and_its_session_goes_on(
-    served_plane: ServedPlane, renderer: Renderer, opened: dict[str, Any]
+    served_plane: planes.ServedPlane, renderer: Renderer, opened: dict[str, Any]
 ) -> None:
     sentence = "No engine gave a valid answer to this request: engine r0 ended the request without a token."
     with engine(served_plane) as socket:
@@ -190,21 +191,21 @@ def test_a_request_that_ends_without_a_token_is_refused_and_its_session_goes_on(
                 json.loads(event).get("error", {}).get("message") for event in events if event != "[DONE]"
             ]
         with asking(served_plane, opened) as asked:
-            end(FinishReason.STOP, say(renderer, "x"))
+            end(FinishReason.STOP, planes.say(renderer, "x"))
             assert answer(asked.result()) == "x"
         [turn] = served_plane.get(f"/sessions/{opened['session_id']}")["turns"]
-        assert turn["num_tokens"] == len(say(renderer, "x"))
+        assert turn["num_tokens"] == len(planes.say(renderer, "x"))
 
 
 def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
-    served_plane: ServedPlane, opened: dict[str, Any]
+    served_plane: planes.ServedPlane, opened: dict[str, Any]
 ) -> None:
     with (
         engine(served_plane, "r0") as first,
         engine(served_plane, "r1") as second,
         engine(served_plane, "r2") as third,
     ):
-        wait_until(lambda: len(served_plane.live_engines()) == 3)
+        bench.waits.wait_until(lambda: len(served_plane.live_engines()) == 3)
         by_id = {"r0": first, "r1": second, "r2": third}
 
         def working() -> str:
@@ -213,7 +214,7 @@ def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
 
         with asking(served_plane, opened) as asked:
             for _ in range(2):
-                wait_until(lambda: bool(working()))
+                bench.waits.wait_until(lambda: bool(working()))
                 socket = by_id[working()]
                 socket.send(wire.pack(wire.Chunks([Chunk(given(socket).request_id, [5], [], VERSION)])))
                 assert close_reason(socket)[0] == wire.BAD_FRAME
@@ -234,19 +235,19 @@ class Spoiled(ScriptedEngine):
         ]
 
 
-@pytest.mark.parametrize("drive", [lambda engine: engine, SelfRunningEngine])
+@pytest.mark.parametrize("drive", [lambda engine: engine, bench.engines.self_running.SelfRunningEngine])
 def test_the_lease_of_an_engine_that_is_dropped_ends_with_the_reason(
-    served_plane: ServedPlane, opened: dict[str, Any], drive: Callable[[ScriptedEngine], Engine]
+    served_plane: planes.ServedPlane, opened: dict[str, Any], drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
     engine = drive(Spoiled(lambda prompt, seed: [5] * 8))
     with ThreadPoolExecutor(1) as pool:
         lease = pool.submit(serve_engine, served_plane.url, served_plane.key, HELLO, engine)
-        wait_until(lambda: bool(served_plane.live_engines()))
+        bench.waits.wait_until(lambda: bool(served_plane.live_engines()))
         with asking(served_plane, opened) as asked:
             reason = (
                 "^the data plane dropped this engine: the engine sent a log-prob that is not the logarithm"
             )
             with pytest.raises(ValueError, match=reason):
-                lease.result(timeout=patience())
+                lease.result(timeout=bench.waits.patience())
             served_plane.post("/runs/run/release")
             assert asked.result().is_error

@@ -9,26 +9,26 @@ from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.client import MAX_FAILURES_IN_A_ROW
-from tests.bench.dataplane.planes import ServedPlane, answering
-from tests.patience import patience, wait_until
-from tests.sf_core.dataplane.runs.test_external import stored
+from tests.bench import waits
+from tests.bench.dataplane import planes
+from tests.bench.dataplane.served_runs import stored
 
 OUTSIDE = {"outside_groups": 1, "groups_per_batch": 1, "group_size": 2}
 GROUPS = "/runs/run/groups"
 
 
 def use(session: dict[str, Any], key: str = "none") -> None:
-    with OpenAI(base_url=session["base_url"], api_key=key, max_retries=0, timeout=patience()) as agent:
+    with OpenAI(base_url=session["base_url"], api_key=key, max_retries=0, timeout=waits.patience()) as agent:
         agent.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
 
 
-def finish(plane: ServedPlane, session: dict[str, Any], **report: Any) -> None:
+def finish(plane: planes.ServedPlane, session: dict[str, Any], **report: Any) -> None:
     plane.client.post(f"/sessions/{session['session_id']}/finish", {"status": "finished", **report})
 
 
-def test_a_declared_group_fills_a_batch(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_a_declared_group_fills_a_batch(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     served_plane.register(**OUTSIDE)
-    served_plane.connect(answering(renderer, "one", "two"))
+    served_plane.connect(planes.answering(renderer, "one", "two"))
     group = served_plane.client.post(GROUPS, {"task_id": "ticket", "size": 3})
     assert [session["member"] for session in group["sessions"]] == [0, 1, 2]
     for number, session in enumerate(group["sessions"]):
@@ -42,21 +42,21 @@ def test_a_declared_group_fills_a_batch(served_plane: ServedPlane, renderer: Ren
 
 
 def test_a_session_goes_on_whose_group_does_not_count_any_more(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(**OUTSIDE)
-    served_plane.connect(answering(renderer, "one"))
+    served_plane.connect(planes.answering(renderer, "one"))
     failing, going_on = served_plane.client.post(GROUPS, {})["sessions"]
     use(going_on)
     finish(served_plane, failing, status="failed")
     use(going_on)
     finish(served_plane, going_on, reward=1.0)
-    wait_until(lambda: bool(stored(served_plane.run_dir / "run")))
+    waits.wait_until(lambda: bool(stored(served_plane.run_dir / "run")))
     assert {row.session_id for _, row in stored(served_plane.run_dir / "run")} == {going_on["session_id"]}
 
 
 @pytest.mark.parametrize("cause", ["agent", "group", "time"])
-def test_clients_that_fail_do_not_end_the_run(served_plane: ServedPlane, cause: str) -> None:
+def test_clients_that_fail_do_not_end_the_run(served_plane: planes.ServedPlane, cause: str) -> None:
     served_plane.register(**OUTSIDE | {"groups_per_batch": 2})
     for _ in range(MAX_FAILURES_IN_A_ROW // 2 + 1):
         for session in served_plane.client.post(GROUPS, {})["sessions"]:
@@ -66,10 +66,10 @@ def test_clients_that_fail_do_not_end_the_run(served_plane: ServedPlane, cause: 
 
 
 def test_clients_that_succeed_do_not_hide_that_all_of_the_runs_own_sessions_fail(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(**OUTSIDE | {"groups_per_batch": 2}, session_attempts=9)
-    served_plane.connect(answering(renderer, "one"))
+    served_plane.connect(planes.answering(renderer, "one"))
     for number in range(1, 4):
         [own] = served_plane.claim()
         served_plane.post(f"/sessions/{own['session_id']}/finish", {"status": "failed", "error": "KeyError"})
@@ -81,10 +81,10 @@ def test_clients_that_succeed_do_not_hide_that_all_of_the_runs_own_sessions_fail
 
 
 def test_what_no_batch_has_a_place_for_is_to_be_declared_later(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(**OUTSIDE, lag_bound=0)
-    served_plane.connect(answering(renderer, "one"))
+    served_plane.connect(planes.answering(renderer, "one"))
     first = served_plane.client.post(GROUPS, {"name": "first"})
     assert served_plane.client.post(GROUPS, {"name": "first"})["sessions"] == first["sessions"]
     refused = served_plane.client.http.post(GROUPS, json={"name": "second"})
@@ -99,7 +99,7 @@ def test_what_no_batch_has_a_place_for_is_to_be_declared_later(
     assert served_plane.client.post(GROUPS, {"name": "second"})["sessions"]
 
 
-def test_a_run_that_takes_none_says_which_setting_lets_it(served_plane: ServedPlane) -> None:
+def test_a_run_that_takes_none_says_which_setting_lets_it(served_plane: planes.ServedPlane) -> None:
     served_plane.register()
     refused = served_plane.client.http.post(GROUPS, json={})
     assert refused.status_code == 409
@@ -114,9 +114,11 @@ def test_a_run_that_takes_none_says_which_setting_lets_it(served_plane: ServedPl
     assert (wrong.status_code, "size" in wrong.text) == (400, True)
 
 
-def test_held_out_tasks_are_worked_on_from_outside(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_held_out_tasks_are_worked_on_from_outside(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register(**OUTSIDE)
-    served_plane.connect(answering(renderer, "one"))
+    served_plane.connect(planes.answering(renderer, "one"))
     held_out = {"split": "holdout", "size": 5}
     assert served_plane.client.http.post(GROUPS, json=held_out).status_code == 429
     served_plane.post("/runs/run/evaluations/0", {"num_tasks": 3})

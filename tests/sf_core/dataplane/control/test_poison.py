@@ -14,10 +14,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.routing.suspects import MAX_FAULTS
 from sf_core.engines.protocol import Engine
 from sf_core.engines.wire import Hello
-from tests.bench.dataplane.planes import ServedPlane, say
-from tests.bench.engines.fatal import FatalEngine, FatalWorker, Kind, fail
-from tests.bench.engines.self_running import SelfRunningEngine
-from tests.patience import patience, wait_until
+from tests.bench import engines, waits
+from tests.bench.dataplane import planes
 
 FATAL_TOKEN = 33
 BAD_TOKEN = 34
@@ -26,14 +24,14 @@ MOST_ENDED = int(math.log2(NUM)) + MAX_FAULTS
 """Engines that one request among so many may cost."""
 
 
-def ask(plane: ServedPlane, prompts: list[list[int]], path: str = "") -> list[httpx.Response]:
+def ask(plane: planes.ServedPlane, prompts: list[list[int]], path: str = "") -> list[httpx.Response]:
     """Answers to these prompts, which are sent at once."""
 
     def post(prompt: list[int]) -> httpx.Response:
         body = {"model": "policy", "prompt": prompt, "max_tokens": 8}
         headers = plane.agent_headers(path)
         url = f"{plane.url}{path}/v1/completions"
-        return httpx.post(url, json=body, headers=headers, timeout=patience())
+        return httpx.post(url, json=body, headers=headers, timeout=waits.patience())
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(post, prompts))
@@ -51,21 +49,21 @@ def check_refused_alone(responses: list[httpx.Response], poisoned: int) -> dict[
     return dict(error)
 
 
-def connect(plane: ServedPlane, engine: Engine, lease: str = "r0") -> None:
+def connect(plane: planes.ServedPlane, engine: Engine, lease: str = "r0") -> None:
     plane.lend(engine, Hello("run", 1, lease, 0, lease, lease, NUM))
 
 
 @pytest.mark.parametrize("kind", ["scripted", "self-running", "torch"])
 def test_one_request_that_ends_processes_is_refused_and_63_are_answered(
-    served_plane: ServedPlane, renderer: Renderer, small_policy: str, kind: Kind
+    served_plane: planes.ServedPlane, renderer: Renderer, small_policy: str, kind: engines.fatal.Kind
 ) -> None:
-    answer = say(renderer, "xy")
+    answer = planes.say(renderer, "xy")
     if kind == "torch":
         served_plane.model_dir = small_policy
     served_plane.register(context_length=64, weights_uri=small_policy)
     options = kind, small_policy, answer, FATAL_TOKEN, NUM
-    workers = [FatalWorker(served_plane.url, lease, *options) for lease in ("r0", "r1")]
-    wait_until(lambda: len(served_plane.live_engines()) == 2)
+    workers = [engines.fatal.FatalWorker(served_plane.url, lease, *options) for lease in ("r0", "r1")]
+    waits.wait_until(lambda: len(served_plane.live_engines()) == 2)
     responses = ask(served_plane, prompts_of(poisoned=20))
     error = check_refused_alone(responses, 20)
     assert error["message"].endswith(" ended while it worked on this request, as an engine did before.")
@@ -76,13 +74,17 @@ def test_one_request_that_ends_processes_is_refused_and_63_are_answered(
         worker.close()
 
 
-@pytest.mark.parametrize("drive", [lambda engine: engine, SelfRunningEngine])
+@pytest.mark.parametrize("drive", [lambda engine: engine, engines.self_running.SelfRunningEngine])
 def test_a_step_that_a_request_makes_fail_costs_that_request_and_no_lease(
-    served_plane: ServedPlane, renderer: Renderer, drive: Any
+    served_plane: planes.ServedPlane, renderer: Renderer, drive: Any
 ) -> None:
     served_plane.register()
-    engine = FatalEngine(
-        lambda prompt, seed: say(renderer, "xy"), fail, FATAL_TOKEN, BAD_TOKEN, max_running=NUM
+    engine = engines.fatal.FatalEngine(
+        lambda prompt, seed: planes.say(renderer, "xy"),
+        engines.fatal.fail,
+        FATAL_TOKEN,
+        BAD_TOKEN,
+        max_running=NUM,
     )
     connect(served_plane, drive(engine))
     error = check_refused_alone(ask(served_plane, prompts_of(poisoned=20)), 20)
@@ -94,10 +96,12 @@ def test_a_step_that_a_request_makes_fail_costs_that_request_and_no_lease(
 
 
 def test_the_session_of_such_a_request_fails_and_is_tried_again_with_other_draws(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    engine = FatalEngine(lambda prompt, seed: say(renderer, "xy"), fail, FATAL_TOKEN)
+    engine = engines.fatal.FatalEngine(
+        lambda prompt, seed: planes.say(renderer, "xy"), engines.fatal.fail, FATAL_TOKEN
+    )
     connect(served_plane, engine)
     [claim] = served_plane.claim()
     path = f"/sessions/{claim['session_id']}"
@@ -105,7 +109,7 @@ def test_the_session_of_such_a_request_fails_and_is_tried_again_with_other_draws
     assert answered.status_code == 200
     [refused] = ask(served_plane, [[5, FATAL_TOKEN]], path)
     assert refused.status_code == 502
-    wait_until(lambda: served_plane.get("/runs/run")["counters"].get("failures.agent_error"))
+    waits.wait_until(lambda: served_plane.get("/runs/run")["counters"].get("failures.agent_error"))
     status = served_plane.get("/runs/run")
     assert status["last_error"] == f"session {claim['session_id']}: {refused.json()['error']['message']}"
     [repeated] = ask(served_plane, [[5, FATAL_TOKEN]], path)
@@ -117,9 +121,16 @@ def test_the_session_of_such_a_request_fails_and_is_tried_again_with_other_draws
     assert engine.seeds[-1] not in engine.seeds[:-1], "the same prompt is drawn otherwise"
 
 
-def test_a_session_that_somebody_opened_stays_open(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_a_session_that_somebody_opened_stays_open(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register()
-    connect(served_plane, FatalEngine(lambda prompt, seed: say(renderer, "xy"), fail, FATAL_TOKEN))
+    connect(
+        served_plane,
+        engines.fatal.FatalEngine(
+            lambda prompt, seed: planes.say(renderer, "xy"), engines.fatal.fail, FATAL_TOKEN
+        ),
+    )
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     path = f"/sessions/{opened['session_id']}"
     responses = ask(served_plane, [[5, FATAL_TOKEN]], path) + ask(served_plane, [[5]], path)

@@ -17,10 +17,8 @@ from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane
-from tests.bench.dataplane.planes import ServedPlane, answering, running_app, say
+from tests.bench import dataplane, waits
 from tests.bench.refusals import check_sentence
-from tests.patience import patience, wait_until
-from tests.sf_core.dataplane.runs.test_external import stored
 
 HI: Any = [{"role": "user", "content": "hi"}]
 STORED: Any = ({}, {"store": False}, {"instructions": "be brief"})
@@ -29,15 +27,15 @@ GOOGLES: Any = {"contents": [{"parts": [{"text": "e"}]}], "generationConfig": {"
 
 
 def ask(base_url: str, key: str = "none", messages: Any = HI, **options: Any) -> Any:
-    with OpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=patience(), **options) as agent:
+    with OpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=waits.patience(), **options) as agent:
         return agent.chat.completions.create(model="policy", messages=messages)
 
 
 def test_a_session_is_opened_used_looked_at_and_finished(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "one", "two"))
+    served_plane.connect(dataplane.planes.answering(renderer, "one", "two"))
     opened = served_plane.client.post(
         "/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}}
     )
@@ -54,7 +52,7 @@ def test_a_session_is_opened_used_looked_at_and_finished(
     assert [prompt["branch_reason"] for prompt in tree["prompts"]] == [None, None, "forked"]
     assert [message["content"] for message in tree["prompts"][1]["messages"]] == ["more"]
     assert [turn["message"]["content"] for turn in tree["turns"]] == ["one", "two", "two"]
-    assert tree["turns"][0]["num_tokens"] == len(say(renderer, "one"))
+    assert tree["turns"][0]["num_tokens"] == len(dataplane.planes.say(renderer, "one"))
     assert (tree["turns"][0]["versions"], tree["turns"][0]["finish_reason"]) == ([0, 0], "stop")
     served_plane.client.post(path + "/finish", {"status": "finished"})
     assert served_plane.client.http.get(path).status_code == 404
@@ -63,10 +61,10 @@ def test_a_session_is_opened_used_looked_at_and_finished(
 
 
 def test_a_session_is_looked_at_whose_messages_hold_integers_of_any_size(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "one"))
+    served_plane.connect(dataplane.planes.answering(renderer, "one"))
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     arguments = {"x": 2**70}
     made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
@@ -78,10 +76,10 @@ def test_a_session_is_looked_at_whose_messages_hold_integers_of_any_size(
 
 
 def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewards_of_whole_turns(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "one", "two"))
+    served_plane.connect(dataplane.planes.answering(renderer, "one", "two"))
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     path = f"/sessions/{opened['session_id']}"
     ask_for = {"model": "policy", "max_tokens": 4}
@@ -108,15 +106,17 @@ def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewar
         assert (response.status_code, "is not the id of an answer" in response.text) == (400, True)
     steps = {answer_id: float(number) for number, answer_id in enumerate(ids, 1)}
     served_plane.client.post(path + "/finish", {"status": "finished", "reward": 0.0, "step_rewards": steps})
-    wait_until(lambda: bool(stored(served_plane.run_dir / "run")))
-    rows = [row for _, row in stored(served_plane.run_dir / "run")]
+    waits.wait_until(lambda: bool(dataplane.served_runs.stored(served_plane.run_dir / "run")))
+    rows = [row for _, row in dataplane.served_runs.stored(served_plane.run_dir / "run")]
     earned = [[span.reward for span in row.turns if span.role == "assistant"] for row in rows]
     assert sorted(earned, key=str) == [[1.0, None], [1.0, None], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]]
 
 
-def test_a_session_is_named_by_url_header_or_key(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_a_session_is_named_by_url_header_or_key(
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "hello"))
+    served_plane.connect(dataplane.planes.answering(renderer, "hello"))
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     session_id = opened["session_id"]
     v1 = f"{served_plane.url}/v1"
@@ -129,10 +129,10 @@ def test_a_session_is_named_by_url_header_or_key(served_plane: ServedPlane, rend
 
 
 def test_a_reward_given_before_counts_when_a_training_session_finishes(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(group_size=1, groups_per_batch=1)
-    served_plane.connect(answering(renderer, "hello"))
+    served_plane.connect(dataplane.planes.answering(renderer, "hello"))
     [claim] = served_plane.claim()
     path = f"/sessions/{claim['session_id']}"
     ask(f"{served_plane.url}{path}/v1", claim["key"])
@@ -142,9 +142,11 @@ def test_a_reward_given_before_counts_when_a_training_session_finishes(
     assert served_plane.get("/runs/run")["reward_recent"] == 0.25
 
 
-def test_a_finished_session_becomes_rows_of_its_run(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_a_finished_session_becomes_rows_of_its_run(
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "one", "two"))
+    served_plane.connect(dataplane.planes.answering(renderer, "one", "two"))
     facts = {"run_id": "run", "policy": "policy", "group": "thursday", "task_id": "t7", "environment": "e"}
     paths = {}
     for reward in (0.0, 1.0):
@@ -161,21 +163,25 @@ def test_a_finished_session_becomes_rows_of_its_run(served_plane: ServedPlane, r
     served_plane.client.post(f"/sessions/{given_up['session_id']}/finish", {"status": "failed"})
     unused = served_plane.client.post("/sessions", facts)["session_id"]
     served_plane.client.post(f"/sessions/{unused}/finish", {"status": "finished", "reward": 1.0})
-    wait_until(lambda: len(stored(served_plane.run_dir / "run")) == 2)
-    rows = [row for version, row in stored(served_plane.run_dir / "run") if version == 0]
+    waits.wait_until(lambda: len(dataplane.served_runs.stored(served_plane.run_dir / "run")) == 2)
+    rows = [
+        row for version, row in dataplane.served_runs.stored(served_plane.run_dir / "run") if version == 0
+    ]
     assert {f"/sessions/{row.session_id}": row.reward for row in rows} == paths
     assert {(row.group_id, row.task_id, row.environment) for row in rows} == {("thursday", "t8", "e")}
-    assert [int(row.loss_mask.sum()) for row in rows] == [len(say(renderer, text)) for text in ("one", "two")]
+    assert [int(row.loss_mask.sum()) for row in rows] == [
+        len(dataplane.planes.say(renderer, text)) for text in ("one", "two")
+    ]
     assert served_plane.get("/runs/run")["counters"]["opened_sessions"] == 2
 
 
-def test_a_session_for_another_policy_is_refused(served_plane: ServedPlane) -> None:
+def test_a_session_for_another_policy_is_refused(served_plane: dataplane.planes.ServedPlane) -> None:
     served_plane.register()
     response = served_plane.client.http.post("/sessions", json={"run_id": "run", "policy": "another"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_opened_sessions_end_with_their_run(served_plane: ServedPlane) -> None:
+def test_opened_sessions_end_with_their_run(served_plane: dataplane.planes.ServedPlane) -> None:
     served_plane.register()
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     served_plane.register(attempt=2)
@@ -184,14 +190,16 @@ def test_opened_sessions_end_with_their_run(served_plane: ServedPlane) -> None:
     assert served_plane.http.get(f"/sessions/{opened['session_id']}").status_code == 404
 
 
-def test_an_opened_session_that_runs_too_long_ends(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_an_opened_session_that_runs_too_long_ends(
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register(session_timeout_s=0.5)
-    served_plane.connect(answering(renderer, "hello"))
+    served_plane.connect(dataplane.planes.answering(renderer, "hello"))
     path = "/sessions/" + served_plane.client.post("/sessions", {"run_id": "run"})["session_id"]
-    wait_until(lambda: served_plane.http.get(path).status_code == 404)
+    waits.wait_until(lambda: served_plane.http.get(path).status_code == 404)
 
 
-def open_session(served_plane: ServedPlane) -> httpx.Response:
+def open_session(served_plane: dataplane.planes.ServedPlane) -> httpx.Response:
     return served_plane.client.http.post("/sessions", json={"run_id": "run"})
 
 
@@ -204,7 +212,7 @@ def check_asked_again(response: httpx.Response) -> None:
 
 
 def test_a_session_of_a_run_that_is_not_served_yet_is_to_be_asked_for_again(
-    served_plane: ServedPlane,
+    served_plane: dataplane.planes.ServedPlane,
 ) -> None:
     check_asked_again(open_session(served_plane))
     served_plane.register()
@@ -213,7 +221,7 @@ def test_a_session_of_a_run_that_is_not_served_yet_is_to_be_asked_for_again(
 
 
 def test_sdks_ask_again_by_themselves_for_what_a_run_that_starts_will_answer(
-    served_plane: ServedPlane, monkeypatch: pytest.MonkeyPatch
+    served_plane: dataplane.planes.ServedPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plane, "RETRY_AFTER_S", 1)
     asked: list[int] = []
@@ -232,7 +240,7 @@ def test_sdks_ask_again_by_themselves_for_what_a_run_that_starts_will_answer(
 
 
 def test_a_session_of_a_run_that_stopped_waits_for_it_and_of_one_that_is_complete_does_not(
-    served_plane: ServedPlane,
+    served_plane: dataplane.planes.ServedPlane,
 ) -> None:
     served_plane.register(num_batches=1)
     served_plane.post("/runs/run/release")
@@ -246,31 +254,34 @@ def test_a_session_of_a_run_that_stopped_waits_for_it_and_of_one_that_is_complet
 
 
 def test_a_paused_run_opens_sessions_whose_requests_wait(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "hello"))
+    served_plane.connect(dataplane.planes.answering(renderer, "hello"))
     served_plane.post("/runs/run/pause", {})
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(ask, opened["base_url"])
-        wait_until(lambda: served_plane.get("/runs/run")["requests_waiting"] == 1)
+        waits.wait_until(lambda: served_plane.get("/runs/run")["requests_waiting"] == 1)
         served_plane.post("/runs/run/resume", {})
-        assert answer.result(patience()).choices[0].message.content == "hello"
+        assert answer.result(waits.patience()).choices[0].message.content == "hello"
 
 
 @pytest.fixture
-def locked_plane(tmp_path: Path, model_dir: str) -> Iterator[ServedPlane]:
-    with running_app(key="plane") as url, with_two_runs(url, tmp_path, model_dir) as served_plane:
+def locked_plane(tmp_path: Path, model_dir: str) -> Iterator[dataplane.planes.ServedPlane]:
+    with (
+        dataplane.planes.running_app(key="plane") as url,
+        with_two_runs(url, tmp_path, model_dir) as served_plane,
+    ):
         yield served_plane
 
 
 @contextlib.contextmanager
-def with_two_runs(url: str, folder: Path, model_dir: str) -> Iterator[ServedPlane]:
+def with_two_runs(url: str, folder: Path, model_dir: str) -> Iterator[dataplane.planes.ServedPlane]:
     """A data plane with a key and two runs, `red` and `blue`, each with a key and a policy of its name."""
     headers = {"Authorization": "Bearer plane"}
-    with httpx.Client(base_url=url, headers=headers, timeout=patience()) as http:
-        served_plane = ServedPlane(url, http, folder, model_dir)
+    with httpx.Client(base_url=url, headers=headers, timeout=waits.patience()) as http:
+        served_plane = dataplane.planes.ServedPlane(url, http, folder, model_dir)
         for name in ("red", "blue"):
             served_plane.register(
                 run_id=name, run_dir=str(folder / name), served_model=name, key=f"{name}-run-key"
@@ -283,7 +294,9 @@ REWARD = {"reward": 1.0}
 ENDED = {"status": "failed"}
 
 
-def status(plane: ServedPlane, path: str, key: str, body: dict[str, Any] | None = None) -> int:
+def status(
+    plane: dataplane.planes.ServedPlane, path: str, key: str, body: dict[str, Any] | None = None
+) -> int:
     """Status of the response to a GET, or to a POST if there is a body."""
     headers = {"Authorization": f"Bearer {key}"}
     if body is None:
@@ -291,7 +304,7 @@ def status(plane: ServedPlane, path: str, key: str, body: dict[str, Any] | None 
     return plane.client.http.post(path, json=body, headers=headers).status_code
 
 
-def test_a_run_key_opens_the_sessions_of_its_clients_only(locked_plane: ServedPlane) -> None:
+def test_a_run_key_opens_the_sessions_of_its_clients_only(locked_plane: dataplane.planes.ServedPlane) -> None:
     opened = locked_plane.client.post("/sessions", RED, "red-run-key")
     path = f"/sessions/{opened['session_id']}"
     for key in ("red-run-key", "plane", "red-run-key:some-session", "plane:some-session"):
@@ -314,7 +327,9 @@ def test_a_run_key_opens_the_sessions_of_its_clients_only(locked_plane: ServedPl
 
 
 @pytest.mark.parametrize("how", ["claimed", "opened by the operator"])
-def test_no_run_key_opens_the_sessions_of_the_operator(locked_plane: ServedPlane, how: str) -> None:
+def test_no_run_key_opens_the_sessions_of_the_operator(
+    locked_plane: dataplane.planes.ServedPlane, how: str
+) -> None:
     if how == "claimed":
         [session] = locked_plane.claim(run_id="red")
     else:
@@ -330,7 +345,7 @@ def test_no_run_key_opens_the_sessions_of_the_operator(locked_plane: ServedPlane
 
 @pytest.mark.parametrize("how", ["claimed", "opened by the operator", "opened by a client"])
 def test_a_session_key_opens_the_agents_routes_of_its_session_only(
-    locked_plane: ServedPlane, how: str
+    locked_plane: dataplane.planes.ServedPlane, how: str
 ) -> None:
     if how == "claimed":
         session, other = locked_plane.claim(2, run_id="red")
@@ -357,7 +372,7 @@ def test_a_session_key_opens_the_agents_routes_of_its_session_only(
         assert status(locked_plane, refused, key, body) == 401
 
 
-def test_a_run_key_sees_the_policy_of_its_run_only(locked_plane: ServedPlane) -> None:
+def test_a_run_key_sees_the_policy_of_its_run_only(locked_plane: dataplane.planes.ServedPlane) -> None:
     for key, models in [("red-run-key", ["red"]), ("blue-run-key", ["blue"]), ("plane", ["blue", "red"])]:
         with OpenAI(base_url=f"{locked_plane.url}/v1", api_key=key) as agent:
             assert [model.id for model in agent.models.list()] == models
@@ -368,7 +383,7 @@ def test_a_run_key_sees_the_policy_of_its_run_only(locked_plane: ServedPlane) ->
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_key_and_a_session_fit_into_one_value(locked_plane: ServedPlane) -> None:
+def test_a_key_and_a_session_fit_into_one_value(locked_plane: dataplane.planes.ServedPlane) -> None:
     opened = locked_plane.client.post("/sessions", RED, "red-run-key")
     for key in ("red-run-key", opened["key"]):
         with OpenAI(base_url=f"{locked_plane.url}/v1", api_key=f"{key}:{opened['session_id']}") as agent:
@@ -381,12 +396,15 @@ def test_a_key_and_a_session_fit_into_one_value(locked_plane: ServedPlane) -> No
 
 
 @pytest.mark.parametrize("key", ["short", "a-key-with:a-colon"])
-def test_a_run_key_must_be_one(served_plane: ServedPlane, key: str) -> None:
+def test_a_run_key_must_be_one(served_plane: dataplane.planes.ServedPlane, key: str) -> None:
     with pytest.raises(AssertionError, match="key: ") as refused:
         served_plane.register(key=key)
     assert key not in str(refused.value)
 
 
 def test_a_key_with_a_colon_names_no_session() -> None:
-    with running_app(key="plane:key") as url, OpenAI(base_url=f"{url}/v1", api_key="plane:key") as agent:
+    with (
+        dataplane.planes.running_app(key="plane:key") as url,
+        OpenAI(base_url=f"{url}/v1", api_key="plane:key") as agent,
+    ):
         assert agent.models.list().data == []

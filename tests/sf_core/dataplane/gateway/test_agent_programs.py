@@ -22,10 +22,9 @@ from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.dialects.registry import find_dialect as dialect_of
 from sf_core.types import Endpoint, Task
-from tests.bench.dataplane.clients import CLIENTS
-from tests.bench.dataplane.planes import ServedPlane, answering, running_app, say
-from tests.patience import patience
-from tests.sf_core.dataplane.gateway.test_errors import failed_stream, overflow_of
+from tests.bench import dataplane
+from tests.bench.waits import patience
+from tests.sf_core.dataplane.gateway import overflows
 
 # its litellm imports mcp without asking for it
 MINI_SWE_AGENT = ["mini-swe-agent==2.4.6", "litellm==1.106.2", "mcp==2.3.0"]
@@ -38,7 +37,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def is_one_sequence(plane: ServedPlane, session_id: str) -> bool:
+def is_one_sequence(plane: dataplane.planes.ServedPlane, session_id: str) -> bool:
     """Whether every request continued the tokens of the one before."""
     tree = plane.get(f"/sessions/{session_id}")
     parents = [prompt["parent_turn"] for prompt in tree["prompts"]]
@@ -54,11 +53,11 @@ def weather(city: str) -> str:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("use_responses", [True, False])
 async def test_openai_agents_calls_tools_and_answers(
-    served_plane: ServedPlane, renderer: Renderer, use_responses: bool, streamed: bool
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer, use_responses: bool, streamed: bool
 ) -> None:
     served_plane.register(context_length=8192, max_tokens=256)
     two_calls = "Let me see. " + call("weather", city="Rome") + "\n" + call("weather", city="Oslo")
-    served_plane.connect(answering(renderer, two_calls, "Sunny in both."))
+    served_plane.connect(dataplane.planes.answering(renderer, two_calls, "Sunny in both."))
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     set_tracing_disabled(True)
     key = f"session:{opened['session_id']}"
@@ -77,7 +76,7 @@ async def test_openai_agents_calls_tools_and_answers(
 
     assert await run() == "Sunny in both."
     assert is_one_sequence(served_plane, opened["session_id"])
-    recorded = served_plane.asked[0].prompt_ids + say(renderer, two_calls)
+    recorded = served_plane.asked[0].prompt_ids + dataplane.planes.say(renderer, two_calls)
     assert served_plane.asked[1].prompt_ids[: len(recorded)] == recorded
     said = renderer.decode(served_plane.asked[1].prompt_ids)
     assert "sunny in Rome" in said
@@ -112,12 +111,17 @@ def mini() -> Path:
     ],
 )
 def test_mini_swe_agent_solves_its_task(
-    served_plane: ServedPlane, renderer: Renderer, mini: Path, tmp_path: Path, model: str, options: list[str]
+    served_plane: dataplane.planes.ServedPlane,
+    renderer: Renderer,
+    mini: Path,
+    tmp_path: Path,
+    model: str,
+    options: list[str],
 ) -> None:
     served_plane.register(context_length=32768, max_tokens=512)
     first = "I write the answer. " + call("bash", command="echo 42 > answer.txt")
     last = "Done. " + call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-    served_plane.connect(answering(renderer, first, last))
+    served_plane.connect(dataplane.planes.answering(renderer, first, last))
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     key = f"session:{opened['session_id']}"
     environment = os.environ | {
@@ -193,13 +197,15 @@ def all_raise(policy: str, nobody: str, ways: tuple[bool, ...]) -> list[list[Any
 
 
 @pytest.mark.nightly
-def test_litellm_knows_what_is_wrong_with_a_request(served_plane: ServedPlane, mini: Path) -> None:
+def test_litellm_knows_what_is_wrong_with_a_request(
+    served_plane: dataplane.planes.ServedPlane, mini: Path
+) -> None:
     ways = (False, True)
     served_plane.register()
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     told = ask_litellm(mini, served_plane.url, f"session:{opened['session_id']}", ways)
     assert told == all_raise("ContextWindowExceededError", "NotFoundError", ways)
-    with running_app(key="secret") as url:
+    with dataplane.planes.running_app(key="secret") as url:
         told = ask_litellm(mini, url, "wrong", ways)
     assert told == all_raise("AuthenticationError", "AuthenticationError", ways)
 
@@ -211,8 +217,8 @@ class FailingStreams(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["content-length"]))
         dialect = dialect_of(self.path.partition("?")[0])
         assert dialect is not None
-        [client] = [client for client in CLIENTS if client.dialect.name == dialect.name]
-        data = failed_stream(client, overflow_of(client))
+        [client] = [client for client in dataplane.clients.CLIENTS if client.dialect.name == dialect.name]
+        data = overflows.failed_stream(client, overflows.overflow_of(client))
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("content-length", str(len(data)))
@@ -266,11 +272,11 @@ def from_npm(package: str) -> str:
     ids=["claude-code", "codex", "qwen-code"],
 )
 async def test_a_harness_as_a_command_writes_a_file_in_one_row(
-    served_plane: ServedPlane, renderer: Renderer, package: str, command: str, first: str
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer, package: str, command: str, first: str
 ) -> None:
     programs = from_npm(package)
     served_plane.register(context_length=200_000, max_tokens=512)
-    served_plane.connect(answering(renderer, "I write it. " + first, "Done."))
+    served_plane.connect(dataplane.planes.answering(renderer, "I write it. " + first, "Done."))
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
     endpoint = Endpoint(f"{served_plane.url}/sessions/{opened['session_id']}/v1", "none", "policy")
     path = {"PATH": f"{programs}:{os.environ['PATH']}"}

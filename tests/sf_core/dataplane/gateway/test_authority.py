@@ -18,8 +18,8 @@ from websockets.sync.client import connect
 
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.gateway.dialects.registry import GROUPS, SESSION, SESSIONS
-from tests.bench.dataplane.planes import ServedPlane, attended, serving
-from tests.patience import patience
+from tests.bench.dataplane import planes
+from tests.bench.waits import patience
 
 OPERATOR = "key-of-the-operator"
 RUN_KEYS = {"run": "key-of-this-run", "other": "key-of-another-run"}
@@ -36,7 +36,7 @@ OPENED = [SESSIONS, GROUPS]
 class Stand:
     """A data plane with two runs, and sessions of each origin in the first."""
 
-    plane: ServedPlane
+    plane: planes.ServedPlane
     app: Starlette
     http: httpx.Client
     """A client that shows no key by itself."""
@@ -85,8 +85,8 @@ class Stand:
 def stand(folder: Path, model_dir: str, *, is_locked: bool, has_run_keys: bool) -> Iterator[Stand]:
     app = make_app(OPERATOR, welcomes_strangers=not is_locked)
     with (
-        serving(app) as url,
-        attended(url, folder, model_dir, OPERATOR) as plane,
+        planes.serving(app) as url,
+        planes.attended(url, folder, model_dir, OPERATOR) as plane,
         httpx.Client(base_url=url, timeout=patience()) as http,
     ):
         for name, key in RUN_KEYS.items():

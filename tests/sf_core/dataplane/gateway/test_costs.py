@@ -17,29 +17,8 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import asks_strictness, refuse_undone
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.sessions.session import Session
-from tests.bench.dataplane.planes import ServedPlane, attended, running_process, say
-from tests.bench.dataplane.worst_bodies import (
-    CALL,
-    CHAT,
-    COMPLETIONS,
-    COUNTS,
-    GOOGLE,
-    HI,
-    LINE,
-    MESSAGES,
-    NUM_BYTES,
-    PLACES,
-    RESPONSES,
-    RESULT,
-    WHOLE,
-    Place,
-    Worst,
-    name_of,
-    places,
-    spy,
-    worst,
-)
-from tests.patience import wait_until
+from tests.bench.dataplane import planes, worst_bodies
+from tests.bench.waits import wait_until
 
 BOUND_S = 0.05
 """Most CPU between two ticks, beside the parse of the body, on a machine that needs REFERENCE_S."""
@@ -55,25 +34,25 @@ the bandwidth of the memory. What costs too much does so in every try."""
 @pytest.fixture(scope="module")
 def ticking(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
-) -> Iterator[ServedPlane]:
+) -> Iterator[planes.ServedPlane]:
     """A data plane that counts its CPU, with a run of a large window and one of a small window."""
     folder = tmp_path_factory.mktemp("ticking")
     module = "tests.bench.dataplane.ticking"
     options = ("--grace-s", "0")
     with (
-        running_process(folder / "port", 0, *options, module=module) as url,
-        attended(url, folder, model_dir) as plane,
+        planes.running_process(folder / "port", 0, *options, module=module) as url,
+        planes.attended(url, folder, model_dir) as plane,
     ):
         more: dict[str, Any] = {"max_tokens": 8, "session_timeout_s": 600.0, "follows_grammars": True}
         plane.register(context_length=2**20, **more)
         small = {"run_id": "small", "served_model": "small", "run_dir": str(folder / "small")}
         plane.register(context_length=2048, **(more | small))
-        plane.connect(lambda prompt, seed: say(renderer, "ok"))
+        plane.connect(lambda prompt, seed: planes.say(renderer, "ok"))
         yield plane
         plane.post("/runs/small/release")
 
 
-def count(plane: ServedPlane, path: str, body: bytes) -> tuple[float, int]:
+def count(plane: planes.ServedPlane, path: str, body: bytes) -> tuple[float, int]:
     """CPU in seconds between two ticks at most, and the status of the answer."""
     plane.http.get("/ticks")
     response = plane.http.post(path, content=body)
@@ -105,11 +84,11 @@ def bound_s(body: bytes) -> float:
     return BOUND_S * slowness + min(parse_s(body) for _ in range(2))
 
 
-def check(plane: ServedPlane, case: Worst) -> None:
+def check(plane: planes.ServedPlane, case: worst_bodies.Worst) -> None:
     check_body(plane, str(case), case.path, case.body())
 
 
-def check_body(plane: ServedPlane, case: str, path: str, body: bytes) -> None:
+def check_body(plane: planes.ServedPlane, case: str, path: str, body: bytes) -> None:
     def try_it() -> bool:
         # the bound is measured beside each try, because the load of the machine may change between them
         bound = bound_s(body)
@@ -122,15 +101,15 @@ def check_body(plane: ServedPlane, case: str, path: str, body: bytes) -> None:
 
 
 def test_every_field_that_a_dialect_reads_has_its_worst_bodies() -> None:
-    for path, bodies in WHOLE.items():
+    for path, bodies in worst_bodies.WHOLE.items():
         dialect = find_dialect(path)
         seen = set[str]()
         known = set[str]()
         assert dialect is not None
         done = dialect.done_fields | dialect.schema_fields
         for body in bodies:
-            known |= {name_of(place) for place in places(body)}
-            read = spy(dialect.read(body, path), (), seen)
+            known |= {worst_bodies.name_of(place) for place in worst_bodies.places(body)}
+            read = worst_bodies.spy(dialect.read(body, path), (), seen)
             with nullcontext() if "item_reference" not in str(body) else suppress(ApiError):
                 dialect.parse(refuse_undone(read, (), done), Session("s"))
             asks_strictness(read)
@@ -140,42 +119,42 @@ def test_every_field_that_a_dialect_reads_has_its_worst_bodies() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("path", "variant", "place"), PLACES, ids=str)
+@pytest.mark.parametrize(("path", "variant", "place"), worst_bodies.PLACES, ids=str)
 def test_the_worst_body_of_a_field_does_not_stop_the_others(
-    ticking: ServedPlane, path: str, variant: int, place: Place
+    ticking: planes.ServedPlane, path: str, variant: int, place: worst_bodies.Place
 ) -> None:
-    for case in worst(path, variant, place):
+    for case in worst_bodies.worst(path, variant, place):
         check(ticking, case)
 
 
 REPRESENTATIVE = [
-    Worst(CHAT, 0, ("messages", 1, "content", 0, "text"), "text"),
-    Worst(CHAT, 0, ("messages", 1, "content", 0, "text"), "fitting"),
-    Worst(CHAT, 0, ("messages",), "many"),
-    Worst(CHAT, 0, ("messages", 2, "tool_calls"), "many"),
-    Worst(CHAT, 0, ("stop",), "strings"),
-    Worst(CHAT, 0, ("tools", 0, "function", "parameters"), "names"),
-    Worst(CHAT, 1, ("tool_choice", "allowed_tools", "tools"), "many"),
-    Worst(COMPLETIONS, 1, ("prompt", 0), "numbers"),
-    Worst(RESPONSES, 0, ("input",), "many"),
-    Worst(RESPONSES, 0, ("metadata",), "names"),
-    Worst(MESSAGES, 0, ("messages", 2, "content"), "many"),
-    Worst(GOOGLE, 0, ("contents", 2, "parts"), "many"),
+    worst_bodies.Worst(worst_bodies.CHAT, 0, ("messages", 1, "content", 0, "text"), "text"),
+    worst_bodies.Worst(worst_bodies.CHAT, 0, ("messages", 1, "content", 0, "text"), "fitting"),
+    worst_bodies.Worst(worst_bodies.CHAT, 0, ("messages",), "many"),
+    worst_bodies.Worst(worst_bodies.CHAT, 0, ("messages", 2, "tool_calls"), "many"),
+    worst_bodies.Worst(worst_bodies.CHAT, 0, ("stop",), "strings"),
+    worst_bodies.Worst(worst_bodies.CHAT, 0, ("tools", 0, "function", "parameters"), "names"),
+    worst_bodies.Worst(worst_bodies.CHAT, 1, ("tool_choice", "allowed_tools", "tools"), "many"),
+    worst_bodies.Worst(worst_bodies.COMPLETIONS, 1, ("prompt", 0), "numbers"),
+    worst_bodies.Worst(worst_bodies.RESPONSES, 0, ("input",), "many"),
+    worst_bodies.Worst(worst_bodies.RESPONSES, 0, ("metadata",), "names"),
+    worst_bodies.Worst(worst_bodies.MESSAGES, 0, ("messages", 2, "content"), "many"),
+    worst_bodies.Worst(worst_bodies.GOOGLE, 0, ("contents", 2, "parts"), "many"),
 ]
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
-def test_worst_bodies_do_not_stop_the_others(ticking: ServedPlane, case: Worst) -> None:
+def test_worst_bodies_do_not_stop_the_others(ticking: planes.ServedPlane, case: worst_bodies.Worst) -> None:
     check(ticking, case)
 
 
-def made(field: str, value: Any, path: str = CHAT, **more: Any) -> bytes:
-    body = WHOLE[path][0] | {"stream": False} | more
+def made(field: str, value: Any, path: str = worst_bodies.CHAT, **more: Any) -> bytes:
+    body = worst_bodies.WHOLE[path][0] | {"stream": False} | more
     return json.dumps(body | {field: value}).encode()
 
 
 def with_arguments(values: list[int]) -> dict[str, Any]:
-    return {**CALL, "function": {"name": "calc", "arguments": json.dumps({"a": values})}}
+    return {**worst_bodies.CALL, "function": {"name": "calc", "arguments": json.dumps({"a": values})}}
 
 
 def named(number: int, description: str) -> dict[str, Any]:
@@ -185,53 +164,70 @@ def named(number: int, description: str) -> dict[str, Any]:
     }
 
 
-CALLED = [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-MANY_CALLS = [{**CALL, "id": f"c{i}"} for i in range(9000)]
-TEXT = LINE * (NUM_BYTES // (len(LINE) + 1))
+CALLED = [worst_bodies.HI, {"role": "assistant", "content": "", "tool_calls": [worst_bodies.CALL]}]
+MANY_CALLS = [{**worst_bodies.CALL, "id": f"c{i}"} for i in range(9000)]
+TEXT = worst_bodies.LINE * (worst_bodies.NUM_BYTES // (len(worst_bodies.LINE) + 1))
 SPECIAL: dict[str, tuple[str, bytes]] = {
     # of which the tokenizer has a long token, so that only the encoding tells how many tokens it has
-    "blanks": (CHAT, made("messages", [{"role": "user", "content": " " * NUM_BYTES}])),
-    "a text for a small window": (CHAT, made("messages", [{"role": "user", "content": TEXT}], model="small")),
-    "results of a call": (CHAT, made("messages", [*CALLED, *[RESULT] * 20_000])),
+    "blanks": (
+        worst_bodies.CHAT,
+        made("messages", [{"role": "user", "content": " " * worst_bodies.NUM_BYTES}]),
+    ),
+    "a text for a small window": (
+        worst_bodies.CHAT,
+        made("messages", [{"role": "user", "content": TEXT}], model="small"),
+    ),
+    "results of a call": (worst_bodies.CHAT, made("messages", [*CALLED, *[worst_bodies.RESULT] * 20_000])),
     "calls with results": (
-        CHAT,
+        worst_bodies.CHAT,
         made(
             "messages",
-            [HI, {"role": "assistant", "tool_calls": MANY_CALLS}]
-            + [{**RESULT, "tool_call_id": call["id"]} for call in MANY_CALLS],
+            [worst_bodies.HI, {"role": "assistant", "tool_calls": MANY_CALLS}]
+            + [{**worst_bodies.RESULT, "tool_call_id": call["id"]} for call in MANY_CALLS],
         ),
     ),
     "arguments of a call": (
-        CHAT,
+        worst_bodies.CHAT,
         made(
-            "messages", [HI, {"role": "assistant", "tool_calls": [with_arguments([0] * 1_500_000)]}, RESULT]
+            "messages",
+            [
+                worst_bodies.HI,
+                {"role": "assistant", "tool_calls": [with_arguments([0] * 1_500_000)]},
+                worst_bodies.RESULT,
+            ],
         ),
     ),
-    "tools of different names": (CHAT, made("tools", [named(i, "d" * 1000) for i in range(1024)])),
-    "samples": (CHAT, made("n", 128)),
+    "tools of different names": (
+        worst_bodies.CHAT,
+        made("tools", [named(i, "d" * 1000) for i in range(1024)]),
+    ),
+    "samples": (worst_bodies.CHAT, made("n", 128)),
     "texts behind a call": (
-        RESPONSES,
+        worst_bodies.RESPONSES,
         made(
             "input",
             [{"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}]
             + [{"role": "assistant", "content": "x" * 200}] * 20_000
             + [{"type": "function_call_output", "call_id": "c", "output": "4"}],
-            RESPONSES,
+            worst_bodies.RESPONSES,
         ),
     ),
     "references": (
-        RESPONSES,
-        made("input", [{"type": "item_reference", "id": "msg_x.0.0.1"}] * 30_000, RESPONSES),
+        worst_bodies.RESPONSES,
+        made("input", [{"type": "item_reference", "id": "msg_x.0.0.1"}] * 30_000, worst_bodies.RESPONSES),
     ),
     "texts to count": (
-        COUNTS[MESSAGES],
-        made("messages", [{"role": "user", "content": TEXT[: 2**21]}], MESSAGES),
+        worst_bodies.COUNTS[worst_bodies.MESSAGES],
+        made("messages", [{"role": "user", "content": TEXT[: 2**21]}], worst_bodies.MESSAGES),
     ),
-    "ids": (COMPLETIONS, made("prompt", [7] * 2_700_000, COMPLETIONS)),
-    "ids that fit": (COMPLETIONS, made("prompt", [7] * 1_000_000, COMPLETIONS)),
+    "ids": (worst_bodies.COMPLETIONS, made("prompt", [7] * 2_700_000, worst_bodies.COMPLETIONS)),
+    "ids that fit": (worst_bodies.COMPLETIONS, made("prompt", [7] * 1_000_000, worst_bodies.COMPLETIONS)),
     "billing headers": (
-        CHAT,
-        made("messages", [{"role": "system", "content": "x-anthropic-billing-header:\n" * 290_000}, HI]),
+        worst_bodies.CHAT,
+        made(
+            "messages",
+            [{"role": "system", "content": "x-anthropic-billing-header:\n" * 290_000}, worst_bodies.HI],
+        ),
     ),
 }
 
@@ -258,7 +254,7 @@ CONTROL: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", CONTROL)
-def test_the_bodies_of_control_routes_do_not_stop_agents(ticking: ServedPlane, name: str) -> None:
+def test_the_bodies_of_control_routes_do_not_stop_agents(ticking: planes.ServedPlane, name: str) -> None:
     path, body = CONTROL[name]
     session = ticking.post("/sessions", {"run_id": "run"})["session_id"]
     check_body(ticking, name, path.replace("SESSION", session), json.dumps(body).encode())
@@ -266,37 +262,39 @@ def test_the_bodies_of_control_routes_do_not_stop_agents(ticking: ServedPlane, n
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", SPECIAL)
-def test_what_only_one_dialect_can_be_sent_does_not_stop_the_others(ticking: ServedPlane, name: str) -> None:
+def test_what_only_one_dialect_can_be_sent_does_not_stop_the_others(
+    ticking: planes.ServedPlane, name: str
+) -> None:
     check_body(ticking, name, *SPECIAL[name])
 
 
-def rss(plane: ServedPlane) -> float:
+def rss(plane: planes.ServedPlane) -> float:
     """Memory of the data plane's process in MB."""
     return float(plane.http.get("/ticks").json()[1]) / 2**20
 
 
-def test_what_a_refused_request_takes_is_given_back(ticking: ServedPlane) -> None:
+def test_what_a_refused_request_takes_is_given_back(ticking: planes.ServedPlane) -> None:
     [claim] = ticking.claim()
-    path = f"/sessions/{claim['session_id']}{CHAT}"
-    small = made("messages", [HI], n=1)
+    path = f"/sessions/{claim['session_id']}{worst_bodies.CHAT}"
+    small = made("messages", [worst_bodies.HI], n=1)
     assert ticking.http.post(path, content=small).status_code == 200
     ticking.get("/runs/run")
     before = rss(ticking)
     for number in range(8):
-        text = f"{number} {TEXT[: NUM_BYTES // 2]}{' ' * (NUM_BYTES // 4)}"
-        body = made("messages", [HI, {"role": "user", "content": text}])
+        text = f"{number} {TEXT[: worst_bodies.NUM_BYTES // 2]}{' ' * (worst_bodies.NUM_BYTES // 4)}"
+        body = made("messages", [worst_bodies.HI, {"role": "user", "content": text}])
         assert ticking.http.post(path, content=body).status_code == 400
     # eight of them hold 90 MB, and each took as much
     wait_until(lambda: rss(ticking) < before + 40)
 
 
-def test_a_request_that_waits_holds_nothing_of_its_unknown_fields(ticking: ServedPlane) -> None:
-    body = made("surprise", " " * (NUM_BYTES - 1000), n=1)
+def test_a_request_that_waits_holds_nothing_of_its_unknown_fields(ticking: planes.ServedPlane) -> None:
+    body = made("surprise", " " * (worst_bodies.NUM_BYTES - 1000), n=1)
     ticking.post("/runs/run/pause")
     ticking.http.get("/ticks")
     before = rss(ticking)
     with ThreadPoolExecutor(24) as agents:
-        asked = [agents.submit(ticking.http.post, CHAT, content=body) for _ in range(24)]
+        asked = [agents.submit(ticking.http.post, worst_bodies.CHAT, content=body) for _ in range(24)]
         wait_until(lambda: ticking.get("/runs/run")["requests_waiting"] == len(asked))
         # they would hold 180 MB
         wait_until(lambda: rss(ticking) < before + 90)

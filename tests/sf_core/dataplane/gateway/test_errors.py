@@ -15,12 +15,13 @@ from google.genai import errors as google
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.gateway.dialects.testing import read_events
-from sf_core.dataplane.sessions.session import Session
-from tests.bench.dataplane.clients import CLIENTS, Client, canned
-from tests.bench.dataplane.planes import ServedPlane, answering, running_app
+from tests.bench.dataplane import clients, planes
+from tests.sf_core.dataplane.gateway import overflows
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-EACH = pytest.mark.parametrize("client", CLIENTS, ids=[client.dialect.name for client in CLIENTS])
+EACH = pytest.mark.parametrize(
+    "client", clients.CLIENTS, ids=[client.dialect.name for client in clients.CLIENTS]
+)
 LONG = "the " * 3000
 PROMPTS: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": LONG}]},
@@ -93,21 +94,11 @@ MATCHED: dict[str, list[tuple[str, tuple[str, ...]]]] = {
 """Patterns of overflows and the dialects in which a harness looks for them, by harness."""
 
 
-def overflow_of(client: Client) -> ApiError:
-    return ContextOverflow(2050, 2048).reword(*client.dialect.overflow)
-
-
-def failed_stream(client: Client, error: ApiError) -> bytes:
-    """A stream that fails after it began."""
-    reply = client.dialect.reply({**client.request, "stream": True}, "s.0.0", Session("s"))
-    return reply.start(3) + reply.fail(error, "req_7")
-
-
-def body_of(client: Client, error: ApiError) -> dict[str, Any]:
+def body_of(client: clients.Client, error: ApiError) -> dict[str, Any]:
     return dict(orjson.loads(orjson.dumps(client.dialect.error_body(error, "req_7"))))
 
 
-def told(client: Client, raised: Exception) -> tuple[int, str]:
+def told(client: clients.Client, raised: Exception) -> tuple[int, str]:
     """Status and sentence of an exception of the client's package."""
     if isinstance(raised, google.APIError):
         return raised.code, str(raised.message)
@@ -118,7 +109,7 @@ def told(client: Client, raised: Exception) -> tuple[int, str]:
 @STREAMED
 @EACH
 def test_a_prompt_that_does_not_fit_is_told_in_the_words_of_the_provider(
-    served_plane: ServedPlane, client: Client, streamed: bool
+    served_plane: planes.ServedPlane, client: clients.Client, streamed: bool
 ) -> None:
     served_plane.register()
     with client.agent(served_plane.url) as agent, pytest.raises(Exception) as refused:
@@ -137,7 +128,7 @@ def test_a_prompt_that_does_not_fit_is_told_in_the_words_of_the_provider(
 
 
 @EACH
-def test_a_prompt_of_the_whole_context_is_over_the_maximum_that_is_told(client: Client) -> None:
+def test_a_prompt_of_the_whole_context_is_over_the_maximum_that_is_told(client: clients.Client) -> None:
     error = ContextOverflow(2048, 2048).reword(*client.dialect.overflow)
     if client.dialect.name in ("messages", "generate_content"):
         tokens, most = map(int, re.findall(r"\d+", error.message))
@@ -147,13 +138,13 @@ def test_a_prompt_of_the_whole_context_is_over_the_maximum_that_is_told(client: 
 
 
 @EACH
-def test_an_overflow_inside_a_stream_has_words_and_code_too(client: Client) -> None:
-    error = overflow_of(client)
-    data = failed_stream(client, error)
+def test_an_overflow_inside_a_stream_has_words_and_code_too(client: clients.Client) -> None:
+    error = overflows.overflow_of(client)
+    data = overflows.failed_stream(client, error)
     *_, event = read_events(data)
     failure = event["response"]["error"] if client.dialect.name == "responses" else event["error"]
     assert re.fullmatch(OVERFLOWS[client.dialect.name] + r"\b.*", failure["message"])
-    http = canned(client.http, data, "text/event-stream")
+    http = clients.canned(client.http, data, "text/event-stream")
     with client.agent("http://canned", http) as agent, pytest.raises(Exception) as raised:
         client.ask(agent, True, client.request)
     assert error.message in str(raised.value)
@@ -163,19 +154,22 @@ def test_an_overflow_inside_a_stream_has_words_and_code_too(client: Client) -> N
 
 @pytest.mark.parametrize("harness", MATCHED)
 def test_harnesses_know_an_overflow_by_its_words(harness: str) -> None:
-    by_name = {client.dialect.name: client for client in CLIENTS}
+    by_name = {client.dialect.name: client for client in clients.CLIENTS}
     for pattern, dialects in MATCHED[harness]:
         for name in dialects:
-            error = overflow_of(by_name[name])
-            for said in (orjson.dumps(body_of(by_name[name], error)), failed_stream(by_name[name], error)):
+            error = overflows.overflow_of(by_name[name])
+            for said in (
+                orjson.dumps(body_of(by_name[name], error)),
+                overflows.failed_stream(by_name[name], error),
+            ):
                 assert re.search(pattern, said.decode(), re.IGNORECASE), (pattern, name)
 
 
 def test_qwen_code_reads_both_counts() -> None:
     read = {}
     for pattern, dialects in MATCHED["qwen-code"]:
-        for client in (client for client in CLIENTS if client.dialect.name in dialects):
-            found = re.search(pattern, overflow_of(client).message, re.IGNORECASE)
+        for client in (client for client in clients.CLIENTS if client.dialect.name in dialects):
+            found = re.search(pattern, overflows.overflow_of(client).message, re.IGNORECASE)
             assert found is not None
             read[client.dialect.name] = found.groups()
     assert read == {
@@ -217,7 +211,9 @@ may ask again."""
 
 @EACH
 @pytest.mark.parametrize("status", KINDS["messages"])
-def test_an_error_has_the_type_of_the_provider_whole_and_streamed(client: Client, status: int) -> None:
+def test_an_error_has_the_type_of_the_provider_whole_and_streamed(
+    client: clients.Client, status: int
+) -> None:
     retry_after_s = 5 if status in (429, 503) else None
     error = ApiError(status, "It is so.", code="some_code", retry_after_s=retry_after_s)
     body = body_of(client, error)
@@ -225,7 +221,7 @@ def test_an_error_has_the_type_of_the_provider_whole_and_streamed(client: Client
         client.dialect.name, dict.fromkeys(range(400, 500), "invalid_request_error") | OPENAI_TYPES
     )
     assert body["error"][client.kind_of_error] == kinds[status]
-    *_, event = read_events(failed_stream(client, error))
+    *_, event = read_events(overflows.failed_stream(client, error))
     if client.dialect.name == "responses":
         assert event["type"] == "response.failed" and event["response"]["status"] == "failed"
         codes = {429: "rate_limit_exceeded", 503: "server_is_overloaded"}
@@ -236,12 +232,12 @@ def test_an_error_has_the_type_of_the_provider_whole_and_streamed(client: Client
 
 def test_a_run_that_is_over_is_not_told_as_an_overload() -> None:
     error = ApiError(503, "The run is complete.", code="run_over")
-    [client] = [client for client in CLIENTS if client.dialect.name == "messages"]
+    [client] = [client for client in clients.CLIENTS if client.dialect.name == "messages"]
     assert body_of(client, error)["error"]["type"] == "api_error"
 
 
 def test_google_tells_in_the_body_when_to_ask_again() -> None:
-    [client] = [client for client in CLIENTS if client.dialect.name == "generate_content"]
+    [client] = [client for client in clients.CLIENTS if client.dialect.name == "generate_content"]
     error = ApiError(429, "Later.", retry_after_s=5)
     [details] = body_of(client, error)["error"]["details"]
     assert details == {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "5s"}
@@ -249,14 +245,14 @@ def test_google_tells_in_the_body_when_to_ask_again() -> None:
 
 
 @EACH
-def test_a_wrong_key_and_an_unknown_model_raise_what_the_client_has_for_them(client: Client) -> None:
-    with running_app(key="secret") as url:
+def test_a_wrong_key_and_an_unknown_model_raise_what_the_client_has_for_them(client: clients.Client) -> None:
+    with planes.running_app(key="secret") as url:
         with client.agent(url) as agent, pytest.raises(Exception) as refused:
             client.ask(agent, False, client.request)
         assert told(client, refused.value)[0] == 401
         # by this LiteLLM knows that it is the key, and not the request
         assert "Incorrect API key provided" in str(refused.value)
-    with running_app() as url:
+    with planes.running_app() as url:
         with client.agent(url) as agent, pytest.raises(Exception) as refused:
             client.ask(agent, False, client.request)
         assert told(client, refused.value)[0] == 404
@@ -266,10 +262,10 @@ def test_a_wrong_key_and_an_unknown_model_raise_what_the_client_has_for_them(cli
 
 @EACH
 def test_every_response_has_an_id_where_its_client_looks(
-    served_plane: ServedPlane, renderer: Renderer, client: Client
+    served_plane: planes.ServedPlane, renderer: Renderer, client: clients.Client
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "hi"))
+    served_plane.connect(planes.answering(renderer, "hi"))
     name = client.dialect.name
     if name == "generate_content":  # its package knows no ids
         return
@@ -294,7 +290,7 @@ def test_every_response_has_an_id_where_its_client_looks(
 
 
 def test_an_error_that_nobody_expected_has_its_id_too(
-    served_plane: ServedPlane, monkeypatch: pytest.MonkeyPatch
+    served_plane: planes.ServedPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served_plane.register()
 

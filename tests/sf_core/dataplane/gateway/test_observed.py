@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,40 +14,32 @@ import orjson
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from sf_core.config.failures import REASONS
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway import keepalive, observed
 from sf_core.dataplane.gateway.keepalive import KeptAlive
-from tests.bench.dataplane.planes import ServedPlane, say
-from tests.patience import join, patience, wait_until
+from tests.bench import waits
+from tests.bench.dataplane import planes
+from tests.bench.dataplane.figures import figures
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 
 
-def figures(plane: ServedPlane) -> dict[tuple[str, ...], float]:
-    """Metrics by name and label values, summed over processes."""
-    values: Counter[tuple[str, ...]] = Counter()
-    for family in text_string_to_metric_families(plane.http.get("/metrics").text):
-        for sample in family.samples:
-            labels = [sample.labels[name] for name in sorted(sample.labels) if name != "process"]
-            values[sample.name, *labels] += sample.value  # type: ignore[assignment]
-    return dict(values)
-
-
-def ask(plane: ServedPlane, path: str = CHAT, **options: Any) -> httpx.Response:
+def ask(plane: planes.ServedPlane, path: str = CHAT, **options: Any) -> httpx.Response:
     body = {"model": "policy", "messages": HI} | options
     return plane.http.post(path, json=body, headers=plane.agent_headers(path))
 
 
-def test_figures_count_what_agents_asked_and_got(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_figures_count_what_agents_asked_and_got(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     # what earlier tests asked
     before = figures(served_plane)
     served_plane.register()
-    answer = say(renderer, "hello there")
+    answer = planes.say(renderer, "hello there")
     served_plane.connect(lambda prompt, seed: answer)
     [claim] = served_plane.claim()
     path = f"/sessions/{claim['session_id']}{CHAT}"
@@ -74,7 +65,7 @@ def test_figures_count_what_agents_asked_and_got(served_plane: ServedPlane, rend
 
 
 def test_a_run_without_engines_has_none_in_any_state_and_a_released_run_no_gauges(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
     seen = figures(served_plane)
@@ -90,10 +81,10 @@ def test_a_run_without_engines_has_none_in_any_state_and_a_released_run_no_gauge
 
 
 def test_branches_are_counted_by_reason_before_and_after_a_session_ends(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(lambda prompt, seed: say(renderer, "hello"))
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "hello"))
     [claim] = served_plane.claim()
     path = f"/sessions/{claim['session_id']}"
     for _ in range(3):
@@ -104,10 +95,10 @@ def test_branches_are_counted_by_reason_before_and_after_a_session_ends(
 
 
 def test_ends_of_sessions_and_groups_are_counted_and_rewards_shown(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(group_size=1, groups_per_batch=1, session_attempts=1, on_max_lag="drop")
-    served_plane.connect(lambda prompt, seed: say(renderer, "hello"))
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "hello"))
     assert figures(served_plane)["sf_sessions_total", "failed", "run"] == 0
     assert ("sf_reward_recent", "run") not in figures(served_plane)
 
@@ -164,19 +155,19 @@ class RecordingTracer(trace.Tracer):
 
 
 def test_each_turn_is_a_span_of_the_agents_trace(
-    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracer = RecordingTracer()
     monkeypatch.setattr(observed, "_tracer", tracer)
     served_plane.register()
-    answer = say(renderer, "hello")
+    answer = planes.say(renderer, "hello")
     served_plane.connect(lambda prompt, seed: answer)
     served_plane.http.headers["traceparent"] = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     [claim] = served_plane.claim()
     ask(served_plane, f"/sessions/{claim['session_id']}{CHAT}")
     del served_plane.http.headers["traceparent"]
     ask(served_plane)
-    wait_until(lambda: len(tracer.spans) == 2)
+    waits.wait_until(lambda: len(tracer.spans) == 2)
     first, second = tracer.spans
     assert format(first["parent"].trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
     assert not second["parent"].is_valid
@@ -186,25 +177,25 @@ def test_each_turn_is_a_span_of_the_agents_trace(
 
 
 def test_a_stream_says_something_while_its_request_waits(
-    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepalive, "KEEP_ALIVE_S", 0.02)
     served_plane.register()
-    served_plane.connect(lambda prompt, seed: say(renderer, "hello"))
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "hello"))
     served_plane.post("/runs/run/pause")
     lines: list[str] = []
 
     def read() -> None:
         body = {"model": "policy", "messages": HI, "stream": True}
-        with httpx.stream("POST", served_plane.url + CHAT, json=body, timeout=patience()) as response:
+        with httpx.stream("POST", served_plane.url + CHAT, json=body, timeout=waits.patience()) as response:
             lines.extend(response.iter_lines())
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_until(lambda: figures(served_plane)["sf_requests_waiting", "run"] == 1)
-    wait_until(lambda: lines.count("") >= 3 or not reader.is_alive())
+    waits.wait_until(lambda: figures(served_plane)["sf_requests_waiting", "run"] == 1)
+    waits.wait_until(lambda: lines.count("") >= 3 or not reader.is_alive())
     served_plane.post("/runs/run/resume")
-    join(reader)
+    waits.join(reader)
     events = [line for line in lines if line]
     assert lines.count("") >= len(events) + 2  # one ends each event
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -222,7 +213,7 @@ async def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.Mo
     async def full(message: Message) -> None:
         await asyncio.sleep(10)
 
-    async with asyncio.timeout(patience()):
+    async with asyncio.timeout(waits.patience()):
         connection = KeptAlive(nothing_comes, full)
         watching = asyncio.ensure_future(connection.receive())
         await asyncio.sleep(0)
@@ -240,7 +231,7 @@ async def test_a_watcher_that_is_cancelled_is_cancelled() -> None:
 
 
 def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
-    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.1)
     served_plane.register(context_length=1_000_000)
@@ -253,8 +244,8 @@ def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         deaf.connect((served_plane.http.base_url.host, served_plane.http.base_url.port))
         deaf.sendall(head.encode() + body)
-        wait_until(lambda: served_plane.get("/runs/run")["counters"].get("abandoned_turns") == 1)
-        wait_until(lambda: served_plane.engines["r0"].num_requests == 0)
+        waits.wait_until(lambda: served_plane.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+        waits.wait_until(lambda: served_plane.engines["r0"].num_requests == 0)
 
 
 async def test_no_empty_line_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

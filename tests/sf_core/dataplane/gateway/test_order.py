@@ -11,8 +11,8 @@ import pytest
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.gateway.order import Order
 from sf_core.dataplane.sessions.session import Session
-from tests.bench.dataplane.specs import SPEC, changed
-from tests.patience import patience, until
+from tests.bench import waits
+from tests.bench.dataplane import specs
 
 LONG = "the log says 12 errors at /usr/lib/x.py:30\n" * 20_000
 
@@ -26,12 +26,12 @@ class Plane:
             transport=httpx.ASGITransport(self.app),
             base_url="http://plane",
             headers={"Authorization": "Bearer key-of-the-operator"},
-            timeout=patience(),
+            timeout=waits.patience(),
         )
         self._folders = {"run_dir": str(folder / "run"), "model_dir": model_dir}
 
     async def start(self) -> Session:
-        spec = changed(SPEC, context_length=2**20, session_timeout_s=600.0, **self._folders)
+        spec = specs.changed(specs.SPEC, context_length=2**20, session_timeout_s=600.0, **self._folders)
         assert (await self.http.post("/runs", json=spec)).status_code == 200
         claim = await self.http.post("/runs/run/claim", json={"runner": "a", "max": 1})
         [session] = claim.json()["sessions"]
@@ -51,7 +51,7 @@ def plane(tmp_path: Path, model_dir: str) -> Plane:
 async def test_a_short_request_is_opened_behind_a_long_one(plane: Plane) -> None:
     session = await plane.start()
     tasks = [plane.ask(session, LONG), plane.ask(session, "hi")]
-    await until(lambda: len(session.prompts) == 2)
+    await waits.until(lambda: len(session.prompts) == 2)
     for task in tasks:
         task.cancel()
     assert [prompt.messages[-1]["content"] for prompt in session.prompts] == [LONG, "hi"]

@@ -13,22 +13,25 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.gateway.pages import explain_page
 from sf_core.own_addresses import OwnAddresses
-from tests.bench.dataplane.planes import ServedPlane, attended, running_app
-from tests.patience import patience
+from tests.bench.dataplane import planes
+from tests.bench.waits import patience
 
 JSON = {"content-type": "application/json"}
 BODY = b'{"run_id": "run"}'
 
 
 @pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[ServedPlane]:
+def plane(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[planes.ServedPlane]:
     folder = Path(tmp_path_factory.mktemp("pages"))
-    with running_app(allowed_hosts=("agents.internal",)) as url, attended(url, folder, model_dir) as served:
+    with (
+        planes.running_app(allowed_hosts=("agents.internal",)) as url,
+        planes.attended(url, folder, model_dir) as served,
+    ):
         served.register()
         yield served
 
 
-def send(plane: ServedPlane, headers: dict[str, str], path: str = "/sessions") -> httpx.Response:
+def send(plane: planes.ServedPlane, headers: dict[str, str], path: str = "/sessions") -> httpx.Response:
     with httpx.Client(base_url=plane.url, timeout=patience()) as http:
         return http.post(path, content=BODY, headers=headers)
 
@@ -52,7 +55,7 @@ def send(plane: ServedPlane, headers: dict[str, str], path: str = "/sessions") -
         {**JSON, "host": "agents.internal", "origin": "https://agents.internal"},
     ],
 )
-def test_programs_need_no_key_on_loopback(plane: ServedPlane, headers: dict[str, str]) -> None:
+def test_programs_need_no_key_on_loopback(plane: planes.ServedPlane, headers: dict[str, str]) -> None:
     response = send(plane, headers)
     assert response.status_code == 200, response.text
 
@@ -74,7 +77,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize(("headers", "sentence"), FOREIGN)
 def test_a_request_that_a_page_may_have_sent_is_refused_in_words(
-    plane: ServedPlane, headers: dict[str, str], sentence: str
+    plane: planes.ServedPlane, headers: dict[str, str], sentence: str
 ) -> None:
     for key in ({}, {"authorization": "Bearer wrong"}):
         response = send(plane, headers | key)
@@ -87,7 +90,7 @@ def test_a_request_that_a_page_may_have_sent_is_refused_in_words(
 
 @pytest.mark.parametrize(("headers", "sentence"), FOREIGN)
 def test_a_request_with_a_key_is_answered_whatever_its_headers_say(
-    plane: ServedPlane, headers: dict[str, str], sentence: str
+    plane: planes.ServedPlane, headers: dict[str, str], sentence: str
 ) -> None:
     operator = str(plane.http.headers["authorization"])
     assert send(plane, headers | {"authorization": operator}).status_code == 200
@@ -98,13 +101,13 @@ def test_a_request_with_a_key_is_answered_whatever_its_headers_say(
 
 
 @pytest.mark.parametrize("path", ["/runs", "/runs/run/release", "/runs/run/pause", "/runs/run/claim"])
-def test_a_page_gives_no_orders(plane: ServedPlane, path: str) -> None:
+def test_a_page_gives_no_orders(plane: planes.ServedPlane, path: str) -> None:
     for content_type in ("text/plain", "application/json"):
         assert send(plane, {"content-type": content_type}, path).status_code in (401, 403)
     assert not plane.get("/runs/run")["released"]
 
 
-def test_a_preflight_allows_nothing(plane: ServedPlane) -> None:
+def test_a_preflight_allows_nothing(plane: planes.ServedPlane) -> None:
     asked = {
         "origin": "http://evil.test",
         "access-control-request-method": "POST",

@@ -27,70 +27,62 @@ from sf_core.types import GenerationRequest
 from storage.media import read_picture
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.conversations import family
-from tests.bench.dataplane.pictures import (
-    Fields,
-    encoded,
-    png,
-    show_in_chat,
-    show_in_google,
-    show_in_messages,
-    show_in_responses,
-    url_of,
-)
-from tests.bench.dataplane.planes import ServedPlane, finish, say
-from tests.bench.dataplane.restarts import Restarts
-from tests.patience import patience, wait_until
+from tests.bench import dataplane, waits
+from tests.bench.dataplane import planes
 
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
 GOOGLE = "/v1/models/policy:generateContent"
-DIALECTS: list[tuple[str, Callable[[str], Sequence[Fields]], str]] = [
-    (CHAT, show_in_chat, "This model's maximum context length is"),
-    (MESSAGES, show_in_messages, "prompt is too long"),
-    (RESPONSES, show_in_responses, "Your input exceeds the context window"),
-    (GOOGLE, show_in_google, "exceeds the maximum number of tokens allowed"),
+DIALECTS: list[tuple[str, Callable[[str], Sequence[dataplane.pictures.Fields]], str]] = [
+    (CHAT, dataplane.pictures.show_in_chat, "This model's maximum context length is"),
+    (MESSAGES, dataplane.pictures.show_in_messages, "prompt is too long"),
+    (RESPONSES, dataplane.pictures.show_in_responses, "Your input exceeds the context window"),
+    (GOOGLE, dataplane.pictures.show_in_google, "exceeds the maximum number of tokens allowed"),
 ]
-RED = png("red")
-BLUE = png("blue")
+RED = dataplane.pictures.png("red")
+BLUE = dataplane.pictures.png("blue")
 
 
 @pytest.fixture
 def seeing() -> Renderer:
-    return family("qwen2_5_vl")
+    return dataplane.conversations.family("qwen2_5_vl")
 
 
 @pytest.fixture
-def plane(served_plane: ServedPlane, seeing: Renderer) -> ServedPlane:
+def plane(served_plane: planes.ServedPlane, seeing: Renderer) -> planes.ServedPlane:
     """A data plane with a run whose policy sees."""
     served_plane.model_dir = seeing.model_dir
     served_plane.register(group_size=1, groups_per_batch=1)
-    served_plane.connect(lambda prompt, seed: say(seeing, "yes"))
+    served_plane.connect(lambda prompt, seed: planes.say(seeing, "yes"))
     return served_plane
 
 
-def ask(plane: ServedPlane, path: str, body: Fields, **more: Any) -> httpx.Response:
+def ask(plane: planes.ServedPlane, path: str, body: dataplane.pictures.Fields, **more: Any) -> httpx.Response:
     return plane.http.post(path, json={"model": "policy", "max_tokens": 8, **body}, **more)
 
 
-def show_many(show: Callable[[str], Sequence[Fields]], data: str, count: int) -> dict[str, Any]:
+def show_many(
+    show: Callable[[str], Sequence[dataplane.pictures.Fields]], data: str, count: int
+) -> dict[str, Any]:
     """The message that shows this picture, so many times over."""
     [(name, [message]), *_] = show(data)[0].items()
     return {name: [message] * count}
 
 
-def media_of(plane: ServedPlane) -> str:
+def media_of(plane: planes.ServedPlane) -> str:
     return str(plane.run_dir / "run" / "media")
 
 
-def seal(plane: ServedPlane) -> list[Trajectory]:
+def seal(plane: planes.ServedPlane) -> list[Trajectory]:
     """The rows of the first batch."""
     sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
     return to_rows(read_trajectories(str(plane.run_dir / "run" / sealed["files"][0]["uri"])))
 
 
-def check_shown(plane: ServedPlane, asked: GenerationRequest, seeing: Renderer, *pictures: bytes) -> None:
+def check_shown(
+    plane: planes.ServedPlane, asked: GenerationRequest, seeing: Renderer, *pictures: bytes
+) -> None:
     """The engine is asked for these pictures, at the places of its placeholders."""
     ids = list(asked.prompt_ids)
     sight = seeing.sight
@@ -108,9 +100,13 @@ def check_shown(plane: ServedPlane, asked: GenerationRequest, seeing: Renderer, 
 
 @pytest.mark.parametrize(("path", "show", "_"), DIALECTS)
 def test_pictures_reach_the_engine(
-    plane: ServedPlane, seeing: Renderer, path: str, show: Callable[[str], Sequence[Fields]], _: str
+    plane: planes.ServedPlane,
+    seeing: Renderer,
+    path: str,
+    show: Callable[[str], Sequence[dataplane.pictures.Fields]],
+    _: str,
 ) -> None:
-    for number, body in enumerate(show(encoded(RED))):
+    for number, body in enumerate(show(dataplane.pictures.encoded(RED))):
         response = ask(plane, path, body)
         assert response.status_code == 200, response.text
         check_shown(plane, plane.asked[number], seeing, RED)
@@ -119,7 +115,10 @@ def test_pictures_reach_the_engine(
 
 @pytest.mark.parametrize(("path", "show", "overflow"), DIALECTS)
 def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
-    plane: ServedPlane, path: str, show: Callable[[str], Sequence[Fields]], overflow: str
+    plane: planes.ServedPlane,
+    path: str,
+    show: Callable[[str], Sequence[dataplane.pictures.Fields]],
+    overflow: str,
 ) -> None:
     [claim] = plane.claim()
     path = f"/sessions/{claim['session_id']}{path}"
@@ -130,43 +129,48 @@ def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
         (RED[:60], "the picture cannot be decoded"),
         (b"no picture", "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"),
         (film.getvalue(), "the picture is animated"),
-        (png("red", (28 * 212, 28)), "the ratio of its sides must not exceed 200"),
-        (png("red", (9000, 9000), mode="1"), "the limit is 67108864 pixels"),
+        (dataplane.pictures.png("red", (28 * 212, 28)), "the ratio of its sides must not exceed 200"),
+        (dataplane.pictures.png("red", (9000, 9000), mode="1"), "the limit is 67108864 pixels"),
     ]:
-        for body in show(encoded(data)):
+        for body in show(dataplane.pictures.encoded(data)):
             response = ask(plane, path, body)
             message = response.json()["error"]["message"]
             assert response.status_code == 400 and sentence in message, message
             assert message.startswith(("messages[", "input[", "contents["))
     plane.register(group_size=1, groups_per_batch=1, context_length=12)
-    response = ask(plane, path, show(encoded(png("red", (112, 112))))[0])
+    response = ask(
+        plane, path, show(dataplane.pictures.encoded(dataplane.pictures.png("red", (112, 112))))[0]
+    )
     assert response.status_code == 400 and overflow in response.text
     plane.register(group_size=1, groups_per_batch=1)
-    assert ask(plane, path, show(encoded(RED))[0]).status_code == 200
+    assert ask(plane, path, show(dataplane.pictures.encoded(RED))[0]).status_code == 200
     assert len(plane.asked) == 1
     plane.register(group_size=1, groups_per_batch=1, context_length=12)
-    many = ask(plane, path, show_many(show, encoded(RED[:60]), 12))
+    many = ask(plane, path, show_many(show, dataplane.pictures.encoded(RED[:60]), 12))
     assert many.status_code == 400 and overflow in many.text
-    finish(plane, claim)
+    planes.finish(plane, claim)
     [row] = seal(plane)
     assert row.status == "finished_after_overflow"
 
 
-def test_prompts_tell_pictures_apart_and_rows_hold_them(plane: ServedPlane, seeing: Renderer) -> None:
+def test_prompts_tell_pictures_apart_and_rows_hold_them(plane: planes.ServedPlane, seeing: Renderer) -> None:
     [claim] = plane.claim()
     path = f"/sessions/{claim['session_id']}{CHAT}"
     turns = [[RED, RED], [RED, BLUE], [BLUE, RED]]
     for first, last in turns:
-        before, after = (show_in_chat(encoded(picture))[0]["messages"] for picture in (first, last))
+        before, after = (
+            dataplane.pictures.show_in_chat(dataplane.pictures.encoded(picture))[0]["messages"]
+            for picture in (first, last)
+        )
         messages = [*before, {"role": "assistant", "content": "no"}, *after]
         assert ask(plane, path, {"messages": messages}).status_code == 200
     for asked, pictures in zip(plane.asked, turns, strict=True):
         check_shown(plane, asked, seeing, *pictures)
     assert len({tuple(asked.prompt_ids) for asked in plane.asked}) == 1
-    finish(plane, claim)
+    planes.finish(plane, claim)
     rows = seal(plane)
     for row, asked in zip(rows, plane.asked, strict=True):
-        assert row.token_ids.tolist() == [*asked.prompt_ids, *say(seeing, "yes")]
+        assert row.token_ids.tolist() == [*asked.prompt_ids, *planes.say(seeing, "yes")]
         assert tuple(row.images) == asked.pictures
         shown = list_pictures(json.loads(row.messages))
         assert [(part["sha256"], part["height"], part["width"]) for part in shown] == [
@@ -176,27 +180,29 @@ def test_prompts_tell_pictures_apart_and_rows_hold_them(plane: ServedPlane, seei
     assert pa.ipc.open_stream(streamed.content).read_all()["images"].to_pylist()[0]
     assert len([*Path(media_of(plane)).iterdir()]) == 2
     journal = (plane.run_dir / "run" / "journal" / "run.journal").read_bytes()
-    assert encoded(RED).encode() not in journal
+    assert dataplane.pictures.encoded(RED).encode() not in journal
 
 
-def test_limits_of_the_run_hold(plane: ServedPlane) -> None:
-    [body, _] = show_in_chat(encoded(png("red", (112, 112))))
+def test_limits_of_the_run_hold(plane: planes.ServedPlane) -> None:
+    [body, _] = dataplane.pictures.show_in_chat(
+        dataplane.pictures.encoded(dataplane.pictures.png("red", (112, 112)))
+    )
     assert ask(plane, CHAT, body).status_code == 200
     plane.register(group_size=1, groups_per_batch=1, max_picture_tokens=4)
     assert ask(plane, CHAT, body).status_code == 200
     assert [asked.pictures[0].length for asked in plane.asked] == [16, 4]
 
 
-def test_bodies_are_large_by_their_pictures_alone(plane: ServedPlane) -> None:
+def test_bodies_are_large_by_their_pictures_alone(plane: planes.ServedPlane) -> None:
     noise = Image.effect_noise((2400, 1600), 90)
     file = io.BytesIO()
     noise.save(file, "PNG", compress_level=0)
-    data = encoded(file.getvalue() * 2)  # what is behind a picture's end is not read
-    [body, _] = show_in_chat(data)
+    data = dataplane.pictures.encoded(file.getvalue() * 2)  # what is behind a picture's end is not read
+    [body, _] = dataplane.pictures.show_in_chat(data)
     assert len(data) > MAX_BODY_BYTES
     response = ask(plane, CHAT, body)
     assert response.status_code == 200, response.text
-    large: Fields = {"messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]}
+    large: dataplane.pictures.Fields = {"messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]}
     assert ask(plane, CHAT, large).status_code == 413
     many = ask(plane, CHAT, {"messages": [[]] * MAX_BODY_BYTES})
     assert many.status_code == 400 and "values" in many.text
@@ -205,28 +211,39 @@ def test_bodies_are_large_by_their_pictures_alone(plane: ServedPlane) -> None:
 @pytest.mark.parametrize(
     ("path", "show", "field"),
     [
-        ("/v1/messages/count_tokens", show_in_messages, "input_tokens"),
-        ("/v1/models/policy:countTokens", show_in_google, "totalTokens"),
+        ("/v1/messages/count_tokens", dataplane.pictures.show_in_messages, "input_tokens"),
+        ("/v1/models/policy:countTokens", dataplane.pictures.show_in_google, "totalTokens"),
     ],
 )
 def test_their_tokens_are_counted(
-    plane: ServedPlane, path: str, show: Callable[[str], Sequence[Fields]], field: str
+    plane: planes.ServedPlane,
+    path: str,
+    show: Callable[[str], Sequence[dataplane.pictures.Fields]],
+    field: str,
 ) -> None:
     small, large = (
-        plane.http.post(path, json={"model": "policy", **show(encoded(png("red", size)))[0]}).json()[field]
+        plane.http.post(
+            path,
+            json={
+                "model": "policy",
+                **show(dataplane.pictures.encoded(dataplane.pictures.png("red", size)))[0],
+            },
+        ).json()[field]
         for size in ((28, 28), (112, 112))
     )
     assert large - small == 15
 
 
-def test_placeholders_may_not_be_given_otherwise(plane: ServedPlane, seeing: Renderer) -> None:
+def test_placeholders_may_not_be_given_otherwise(plane: planes.ServedPlane, seeing: Renderer) -> None:
     assert seeing.sight is not None
     given = ask(plane, "/v1/completions", {"prompt": [5, seeing.sight.token_id]})
     assert given.status_code == 400 and "which is reserved for pictures" in given.text
     assert not plane.asked
 
 
-def test_texts_that_spell_placeholders_are_mended_and_counted(plane: ServedPlane, seeing: Renderer) -> None:
+def test_texts_that_spell_placeholders_are_mended_and_counted(
+    plane: planes.ServedPlane, seeing: Renderer
+) -> None:
     assert seeing.sight is not None
     said = {"messages": [{"role": "user", "content": "<|image_pad|>"}]}
     for path, body in ((CHAT, said), ("/v1/completions", {"prompt": "see <|image_pad|>"})):
@@ -237,12 +254,12 @@ def test_texts_that_spell_placeholders_are_mended_and_counted(plane: ServedPlane
     assert plane.get("/runs/run")["counters"]["left_out.placeholders"] == 2
 
 
-def test_nothing_is_acknowledged_that_is_not_stored(plane: ServedPlane, seeing: Renderer) -> None:
+def test_nothing_is_acknowledged_that_is_not_stored(plane: planes.ServedPlane, seeing: Renderer) -> None:
     [claim] = plane.claim()
     path = f"/sessions/{claim['session_id']}{CHAT}"
     folder = Path(media_of(plane))
     folder.write_text("in the way", encoding="utf-8")
-    [body, _] = show_in_chat(encoded(RED))
+    [body, _] = dataplane.pictures.show_in_chat(dataplane.pictures.encoded(RED))
     refused = ask(plane, path, body)
     assert refused.status_code == 503 and refused.headers["retry-after"]
     assert "cannot write pictures" in refused.json()["error"]["message"]
@@ -253,7 +270,7 @@ def test_nothing_is_acknowledged_that_is_not_stored(plane: ServedPlane, seeing: 
 
 
 def test_a_session_that_ends_while_a_picture_is_decoded_gets_no_turn(
-    plane: ServedPlane, seeing: Renderer, monkeypatch: pytest.MonkeyPatch
+    plane: planes.ServedPlane, seeing: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [claim] = plane.claim()
     begun = threading.Event()
@@ -261,31 +278,37 @@ def test_a_session_that_ends_while_a_picture_is_decoded_gets_no_turn(
 
     def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
         begun.set()
-        assert ends.wait(patience())
+        assert ends.wait(waits.patience())
         return fit_apart(data, sight, cpu_s)
 
     monkeypatch.setattr(media, "fit_apart", fit)
     path = f"/sessions/{claim['session_id']}{CHAT}"
-    body = show_in_chat(encoded(RED))[0]
+    body = dataplane.pictures.show_in_chat(dataplane.pictures.encoded(RED))[0]
     with ThreadPoolExecutor(1) as agent:
         asking = agent.submit(ask, plane, path, body)
-        assert begun.wait(patience())
-        finish(plane, claim)
+        assert begun.wait(waits.patience())
+        planes.finish(plane, claim)
         ends.set()
         late = ask(plane, path, body)
-        assert asking.result(patience()).json() == late.json()
+        assert asking.result(waits.patience()).json() == late.json()
     assert late.status_code == 404
     assert not plane.asked
 
 
-def test_many_at_once_are_each_their_own(plane: ServedPlane, seeing: Renderer) -> None:
+def test_many_at_once_are_each_their_own(plane: planes.ServedPlane, seeing: Renderer) -> None:
     colors = [(i * 8, 255 - i * 8, i) for i in range(8)] * 4
     claims = plane.claim(8)
     with ThreadPoolExecutor(8) as agents:
 
         def ask_for(number: int) -> int:
             path = f"/sessions/{claims[number % len(claims)]['session_id']}{CHAT}"
-            return ask(plane, path, show_in_chat(encoded(png(colors[number])))[0]).status_code
+            return ask(
+                plane,
+                path,
+                dataplane.pictures.show_in_chat(
+                    dataplane.pictures.encoded(dataplane.pictures.png(colors[number]))
+                )[0],
+            ).status_code
 
         assert {*agents.map(ask_for, range(len(colors)))} == {200}
     assert len([*Path(media_of(plane)).iterdir()]) == 8
@@ -293,7 +316,7 @@ def test_many_at_once_are_each_their_own(plane: ServedPlane, seeing: Renderer) -
     assert len({*shown}) == 8
 
 
-def ask_until_answered(plane: ServedPlane, path: str, body: Fields) -> str:
+def ask_until_answered(plane: planes.ServedPlane, path: str, body: dataplane.pictures.Fields) -> str:
     """The answer to an agent that sends its request again until it has one."""
     answers: list[str] = []
 
@@ -305,15 +328,17 @@ def ask_until_answered(plane: ServedPlane, path: str, body: Fields) -> str:
                 answers.append(response.json()["choices"][0]["message"]["content"])
         return bool(answers)
 
-    wait_until(has_answer)
+    waits.wait_until(has_answer)
     return answers[0]
 
 
-def test_a_killed_data_plane_goes_on_with_the_same_pictures(restarts: Restarts, seeing: Renderer) -> None:
+def test_a_killed_data_plane_goes_on_with_the_same_pictures(
+    restarts: dataplane.restarts.Restarts, seeing: Renderer
+) -> None:
     plane = restarts.plane
     plane.model_dir = seeing.model_dir
     plane.register(group_size=1, groups_per_batch=1)
-    plane.connect(lambda prompt, seed: say(seeing, "yes"))
+    plane.connect(lambda prompt, seed: planes.say(seeing, "yes"))
     [claim] = plane.claim()
     path = f"/sessions/{claim['session_id']}{CHAT}"
     shown: list[bytes] = []
@@ -321,28 +346,28 @@ def test_a_killed_data_plane_goes_on_with_the_same_pictures(restarts: Restarts, 
     engine = plane.engines["r0"]
     for turn in range(3):
         # the first picture comes again, behind others, after each restart
-        for picture in (png((0, 0, 50 * turn)), RED):
+        for picture in (dataplane.pictures.png((0, 0, 50 * turn)), RED):
             shown.append(picture)
-            messages += show_in_chat(encoded(picture))[0]["messages"]
+            messages += dataplane.pictures.show_in_chat(dataplane.pictures.encoded(picture))[0]["messages"]
         engine.steps_left = turn % 2
         num_asked = len(plane.asked)
         with ThreadPoolExecutor(1) as agent:
             asking = agent.submit(ask_until_answered, plane, path, {"messages": [*messages]})
-            wait_until(lambda: len(plane.asked) > num_asked and engine.steps_left == 0)  # noqa: B023
+            waits.wait_until(lambda: len(plane.asked) > num_asked and engine.steps_left == 0)  # noqa: B023
             restarts.restart()
             engine.steps_left = None
-            assert asking.result(patience()) == "yes"
+            assert asking.result(waits.patience()) == "yes"
         check_shown(plane, plane.asked[-1], seeing, *shown)
         messages.append({"role": "assistant", "content": "yes"})
-    finish(plane, claim)
+    planes.finish(plane, claim)
     [row] = seal(plane)
     assert tuple(row.images) == plane.asked[-1].pictures
-    assert row.token_ids.tolist() == [*plane.asked[-1].prompt_ids, *say(seeing, "yes")]
+    assert row.token_ids.tolist() == [*plane.asked[-1].prompt_ids, *planes.say(seeing, "yes")]
     assert len([*Path(media_of(plane)).iterdir()]) == 4
 
 
-def test_an_address_is_refused_in_one_sentence(plane: ServedPlane) -> None:
-    response = ask(plane, CHAT, show_in_chat(url="https://example.com/a.png")[0])
+def test_an_address_is_refused_in_one_sentence(plane: planes.ServedPlane) -> None:
+    response = ask(plane, CHAT, dataplane.pictures.show_in_chat(url="https://example.com/a.png")[0])
     assert response.status_code == 400
     assert response.json()["error"] == {
         "message": "messages[0].content[1] has a picture whose bytes are not in the request: send the "
@@ -353,5 +378,5 @@ def test_an_address_is_refused_in_one_sentence(plane: ServedPlane) -> None:
         "param": "messages[0].content[1]",
         "code": None,
     }
-    without_base64 = url_of(encoded(RED)).replace(";base64", "")
-    assert ask(plane, CHAT, show_in_chat(url=without_base64)[0]).status_code == 400
+    without_base64 = dataplane.pictures.url_of(dataplane.pictures.encoded(RED)).replace(";base64", "")
+    assert ask(plane, CHAT, dataplane.pictures.show_in_chat(url=without_base64)[0]).status_code == 400

@@ -29,9 +29,9 @@ from sf_core.engines.wire import Hello
 from sf_core.types import Sampling
 from storage.tables.schema import NOT_SAMPLED, Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import CALC, ServedPlane, attended, running_app, say
+from tests.bench import waits
+from tests.bench.dataplane import planes
 from tests.bench.engines.model_folders import SIZE
-from tests.patience import patience, wait_until
 
 CONTEXT = 512
 MESSAGES: Any = [{"role": "user", "content": "what is the sum of 12 and 30?"}]
@@ -59,8 +59,8 @@ def random_policy(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> s
 
 
 @pytest.fixture
-def constrained(tmp_path: Path, random_policy: str) -> Iterator[ServedPlane]:
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, random_policy) as plane:
+def constrained(tmp_path: Path, random_policy: str) -> Iterator[planes.ServedPlane]:
+    with planes.running_app(grace_s=0.1) as url, planes.attended(url, tmp_path, random_policy) as plane:
         plane.register(
             follows_grammars=True,
             max_tokens=300,
@@ -72,7 +72,7 @@ def constrained(tmp_path: Path, random_policy: str) -> Iterator[ServedPlane]:
         yield plane
 
 
-def lend(plane: ServedPlane, lease: str = "r0") -> None:
+def lend(plane: planes.ServedPlane, lease: str = "r0") -> None:
     engine = TorchEngine(plane.model_dir, max_running=8, context_length=CONTEXT)
     plane.lend(engine, Hello("run", 1, lease, 0, lease, lease, 8))
 
@@ -132,17 +132,21 @@ def gemini_by_json_schema(url: str, key: str) -> Any:
 @pytest.mark.parametrize(
     "ask", [chat, chat_streamed, responses, messages, gemini_by_type, gemini_by_json_schema]
 )
-def test_a_client_gets_an_answer_of_its_type_from_any_policy(constrained: ServedPlane, ask: Ask) -> None:
+def test_a_client_gets_an_answer_of_its_type_from_any_policy(
+    constrained: planes.ServedPlane, ask: Ask
+) -> None:
     [claim] = constrained.claim()
     answer = ask(f"{constrained.url}/sessions/{claim['session_id']}", claim["key"])
     assert isinstance(answer, Sum)
     assert constrained.get("/runs/run")["counters"]["constrained_turns"] == 1
 
 
-def test_samples_of_one_request_follow_its_schema_and_may_call_its_tools(constrained: ServedPlane) -> None:
+def test_samples_of_one_request_follow_its_schema_and_may_call_its_tools(
+    constrained: planes.ServedPlane,
+) -> None:
     [claim] = constrained.claim()
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
-    body = {"model": "policy", "messages": MESSAGES, "n": 12, "tools": [CALC]}
+    body = {"model": "policy", "messages": MESSAGES, "n": 12, "tools": [planes.CALC]}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     answer = constrained.post(path, body | {"response_format": form}, claim["key"])
     contents = [choice["message"]["content"] for choice in answer["choices"]]
@@ -155,7 +159,9 @@ def test_samples_of_one_request_follow_its_schema_and_may_call_its_tools(constra
             assert content.startswith('<tool_call>\n{"name": "calc", "arguments":')
 
 
-def test_an_answer_goes_on_in_its_schema_where_another_engine_takes_over(constrained: ServedPlane) -> None:
+def test_an_answer_goes_on_in_its_schema_where_another_engine_takes_over(
+    constrained: planes.ServedPlane,
+) -> None:
     lend(constrained, "r1")
     terms = {"type": "array", "items": {"enum": [12, 30]}, "minItems": 60, "maxItems": 60}
     paths = [f"/sessions/{claim['session_id']}" for claim in constrained.claim(2)]
@@ -176,7 +182,7 @@ def test_an_answer_goes_on_in_its_schema_where_another_engine_takes_over(constra
     assert not any(row.loss_mask.any() for row in rows)
 
 
-def test_what_followed_a_schema_is_recorded_and_does_not_train(constrained: ServedPlane) -> None:
+def test_what_followed_a_schema_is_recorded_and_does_not_train(constrained: planes.ServedPlane) -> None:
     paths = [f"/sessions/{claim['session_id']}" for claim in constrained.claim(2)]
     for path in paths:
         said = content_of(constrained, path, json_schema(SCHEMA))
@@ -194,7 +200,7 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
 
 
-def content_of(plane: ServedPlane, path: str, form: dict[str, Any], *said: str) -> str:
+def content_of(plane: planes.ServedPlane, path: str, form: dict[str, Any], *said: str) -> str:
     """The answer to a question, or to the next one after an answer."""
     later = [{"role": "assistant", "content": said[0]}, {"role": "user", "content": "more"}] if said else []
     body = {"model": "policy", "messages": [*MESSAGES, *later], **form}
@@ -202,7 +208,7 @@ def content_of(plane: ServedPlane, path: str, form: dict[str, Any], *said: str) 
     return str(answer["choices"][0]["message"]["content"])
 
 
-def trained(plane: ServedPlane, paths: list[str]) -> list[Trajectory]:
+def trained(plane: planes.ServedPlane, paths: list[str]) -> list[Trajectory]:
     """The rows of the first batch, which these sessions fill."""
     for path in paths:
         plane.post(f"{path}/finish", {"status": "finished", "reward": 1.0})
@@ -213,7 +219,7 @@ def trained(plane: ServedPlane, paths: list[str]) -> list[Trajectory]:
 def test_a_run_that_ignores_the_field_trains_on_unconstrained_answers(
     tmp_path: Path, random_policy: str
 ) -> None:
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, random_policy) as plane:
+    with planes.running_app(grace_s=0.1) as url, planes.attended(url, tmp_path, random_policy) as plane:
         plane.register(
             follows_grammars=True,
             ignored_fields=["response_format"],
@@ -229,10 +235,10 @@ def test_a_run_that_ignores_the_field_trains_on_unconstrained_answers(
 
 
 def test_every_field_of_a_request_reaches_the_engine_that_takes_it_over(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(follows_grammars=True)
-    answer = say(renderer, '{"kind": "sum"}')
+    answer = planes.say(renderer, '{"kind": "sum"}')
     served_plane.connect(lambda prompt, seed: answer, "r0")
     served_plane.engines["r0"].steps_left = 2
     body = json_schema(SCHEMA) | {
@@ -247,9 +253,9 @@ def test_every_field_of_a_request_reaches_the_engine_that_takes_it_over(
     }
     with ThreadPoolExecutor(1) as agent:
         asking = agent.submit(
-            httpx.post, f"{served_plane.url}/v1/chat/completions", json=body, timeout=patience()
+            httpx.post, f"{served_plane.url}/v1/chat/completions", json=body, timeout=waits.patience()
         )
-        wait_until(lambda: served_plane.engines["r0"].steps_left == 0)
+        waits.wait_until(lambda: served_plane.engines["r0"].steps_left == 0)
         served_plane.connect(lambda prompt, seed: answer, "r1")
         served_plane.post("/runs/run/leases/r0/revoke")
         assert asking.result().status_code == 200
@@ -278,7 +284,7 @@ GEMINI = "/v1/models/policy:generateContent"
 def follower(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[str]:
     """URL of a data plane whose run follows schemas. Without an engine, it answers only what it refuses."""
     folder = tmp_path_factory.mktemp("follower")
-    with running_app(grace_s=0.1) as url, attended(url, folder, model_dir) as plane:
+    with planes.running_app(grace_s=0.1) as url, planes.attended(url, folder, model_dir) as plane:
         plane.register(follows_grammars=True)
         yield url
 
@@ -318,7 +324,7 @@ def test_what_is_no_schema_is_refused_in_one_sentence(
     assert response.status_code == 400 and message in told and "\n" not in told
 
 
-def test_gemini_schemas_are_read_as_google_writes_them(constrained: ServedPlane) -> None:
+def test_gemini_schemas_are_read_as_google_writes_them(constrained: planes.ServedPlane) -> None:
     schema = {
         "type": "OBJECT",
         "properties": {
@@ -332,7 +338,7 @@ def test_gemini_schemas_are_read_as_google_writes_them(constrained: ServedPlane)
     }
     config = {"responseMimeType": "application/json", "responseSchema": schema}
     body = {"contents": [{"parts": [{"text": "hi"}]}], "generationConfig": config}
-    answer = httpx.post(constrained.url + GEMINI, json=body, timeout=patience()).json()
+    answer = httpx.post(constrained.url + GEMINI, json=body, timeout=waits.patience()).json()
     said = json.loads(answer["candidates"][0]["content"]["parts"][0]["text"])
     assert said["type"] in ("a", "b") and 0 <= said["count"] <= 9 and said["none"] in ({}, None)
     assert [type(one) for one in said["some"]] == [bool, bool]

@@ -10,7 +10,7 @@ import pytest
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.fence import Fence
 from storage.errors import StorageError
-from tests.patience import patience, until
+from tests.bench.waits import patience, until
 
 
 async def test_who_comes_during_a_question_shares_the_next_one() -> None:

@@ -15,12 +15,9 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.full_disk import full_disk
-from tests.bench.dataplane.planes import ServedPlane, finish, say
+from tests.bench import dataplane
 from tests.bench.dataplane.restarts import Restarts
-from tests.patience import wait_until
-from tests.sf_core.dataplane.runs.test_recovery import agents_see_whole_answers
-from tests.sf_core.dataplane.turns.test_retries import RETRY
+from tests.bench.waits import wait_until
 
 TEXT = "the answer is 42."
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -30,7 +27,7 @@ OTHER = {"model": "policy", "messages": [{"role": "user", "content": "something 
 def open_session(restarts: Restarts, renderer: Renderer) -> dict[str, Any]:
     """First session of a run whose engine always answers TEXT."""
     restarts.plane.register(group_size=1, groups_per_batch=1)
-    restarts.plane.connect(lambda prompt, seed: say(renderer, TEXT))
+    restarts.plane.connect(lambda prompt, seed: dataplane.planes.say(renderer, TEXT))
     return restarts.plane.claim()[0]
 
 
@@ -38,7 +35,9 @@ def path_of(claim: dict[str, Any], route: str = "chat/completions") -> str:
     return f"/sessions/{claim['session_id']}/v1/{route}"
 
 
-def ask_until_answered(plane: ServedPlane, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+def ask_until_answered(
+    plane: dataplane.planes.ServedPlane, path: str, body: dict[str, Any], **options: Any
+) -> httpx.Response:
     responses: list[httpx.Response] = []
 
     def answered() -> bool:
@@ -53,8 +52,8 @@ def ask_until_answered(plane: ServedPlane, path: str, body: dict[str, Any], **op
 def check_the_record(restarts: Restarts, renderer: Renderer, claim: dict[str, Any]) -> None:
     """Check after a kill that the session has one turn, with each of its tokens once."""
     restarts.restart()
-    finish(restarts.plane, claim)
-    assert trained_tokens(restarts) == say(renderer, TEXT)
+    dataplane.planes.finish(restarts.plane, claim)
+    assert trained_tokens(restarts) == dataplane.planes.say(renderer, TEXT)
 
 
 def trained_tokens(restarts: Restarts) -> list[int]:
@@ -69,13 +68,15 @@ def test_a_turn_that_cannot_be_recorded_is_refused_and_joined_when_it_is_asked_a
 ) -> None:
     plane = restarts.plane
     claim = open_session(restarts, renderer)
-    with full_disk():
+    with dataplane.full_disk.full_disk():
         refused = plane.http.post(path_of(claim), json=BODY)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("server_error", "journal_unwritable")
         assert f"cannot write its journal in {restarts.journal.parent}" in error["message"]
-        assert plane.http.post(path_of(claim), json=BODY, headers=RETRY).status_code == 503
+        assert (
+            plane.http.post(path_of(claim), json=BODY, headers=dataplane.served_runs.RETRY).status_code == 503
+        )
         assert plane.http.post(path_of(claim), json=BODY | {"stream": True}).status_code == 503
         # nothing is begun that could not be recorded
         assert plane.http.post(path_of(claim), json=OTHER).status_code == 503
@@ -86,7 +87,7 @@ def test_a_turn_that_cannot_be_recorded_is_refused_and_joined_when_it_is_asked_a
         given = plane.http.post("/runs/run/claim", json=body)
         assert given.status_code == 503 or given.json()["sessions"] == []
         assert set(reasons(plane)) == {"File too large"}
-    answer = ask_until_answered(plane, path_of(claim), BODY, headers=RETRY).json()
+    answer = ask_until_answered(plane, path_of(claim), BODY, headers=dataplane.served_runs.RETRY).json()
     assert answer["id"].endswith(".0.0")
     assert answer["choices"][0]["message"]["content"] == TEXT
     assert len(plane.asked) == 1
@@ -94,7 +95,7 @@ def test_a_turn_that_cannot_be_recorded_is_refused_and_joined_when_it_is_asked_a
     check_the_record(restarts, renderer, claim)
 
 
-def reasons(plane: ServedPlane) -> list[str]:
+def reasons(plane: dataplane.planes.ServedPlane) -> list[str]:
     """Reasons why journals cannot be written, from /metrics."""
     lines = plane.http.get("/metrics").text.splitlines()
     return re.findall(r'sf_journal_unwritable{.*reason="(.*?)".*} 1.0', "\n".join(lines))
@@ -113,7 +114,7 @@ def test_a_stream_breaks_off_with_the_reason_and_goes_on_when_it_is_asked_again(
         seen = text_of(next(events))
         while not seen:
             seen = text_of(next(events))
-        with full_disk():
+        with dataplane.full_disk.full_disk():
             engine.steps_left = None
             *rest, last = events
             assert last["error"]["code"] == "journal_unwritable"
@@ -146,7 +147,7 @@ def test_a_session_that_ends_on_a_full_disk_is_finished_when_there_is_room(
         assert plane.http.post(path_of(session), json=BODY).status_code == 200
     end: dict[str, Any] = {"status": "finished", "reward": 1.0}
     report = {"session_id": claim["session_id"]} | end
-    with full_disk():
+    with dataplane.full_disk.full_disk():
         for _ in range(2):
             # it is over, and is not said to be until that is recorded
             ended = plane.http.post(f"/sessions/{opened['session_id']}/finish", json=end)
@@ -163,11 +164,11 @@ def test_a_session_that_ends_on_a_full_disk_is_finished_when_there_is_room(
     ask_until_answered(plane, "/runs/run/finished", {"sessions": [report]})
     wait_until(lambda: bool(plane.get("/runs/run/batches/0")["ready"]))
     restarts.restart()
-    assert trained_tokens(restarts) == say(renderer, TEXT)
+    assert trained_tokens(restarts) == dataplane.planes.say(renderer, TEXT)
 
 
 def test_a_run_is_registered_once_there_is_room(restarts: Restarts) -> None:
-    with full_disk():
+    with dataplane.full_disk.full_disk():
         with pytest.raises(AssertionError, match="cannot write its journal"):
             restarts.plane.register()
         assert restarts.plane.http.get("/runs/run").status_code == 404
@@ -180,7 +181,7 @@ def test_a_disk_that_is_full_now_and_then_costs_agents_nothing(
     restarts: Restarts, renderer: Renderer
 ) -> None:
     def fill(moments: random.Random) -> None:
-        with full_disk():
+        with dataplane.full_disk.full_disk():
             threading.Event().wait(moments.uniform(0.1, 0.5))
 
-    agents_see_whole_answers(restarts, renderer, 0, fill)
+    dataplane.served_runs.agents_see_whole_answers(restarts, renderer, 0, fill)

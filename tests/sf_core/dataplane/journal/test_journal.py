@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.journal.journal import Fsync, Journal
+from tests.bench import waits
 from tests.bench.dataplane.full_disk import full_own_disk
-from tests.patience import patience, until
-from tests.properties import examples
+from tests.bench.properties import examples
 
 decode = msgspec.msgpack.decode
 
@@ -186,7 +186,7 @@ async def test_what_a_full_disk_does_not_take_is_written_in_its_place_once_there
     await journal.append({"n": 0})
     with full_own_disk(1000):
         waiting = [asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))]
-        await until(lambda: journal.failure is not None)
+        await waits.until(lambda: journal.failure is not None)
         journal.note({"n": 2})
         waiting.append(asyncio.ensure_future(journal.append_chunk({"n": 3})))
         await asyncio.wait(waiting, timeout=0.1)
@@ -236,16 +236,16 @@ async def test_an_fsync_of_what_was_written_before_does_not_hide_that_the_disk_i
     may_end = threading.Event()
 
     def wait_and_sync(fd: int) -> None:
-        may_end.wait(patience())
+        may_end.wait(waits.patience())
         fdatasync(fd)
 
     monkeypatch.setattr(os, "fdatasync", wait_and_sync)
     journal = Journal(tmp_path / "a.journal")
     before = asyncio.ensure_future(journal.append({"n": 0}))
-    await until((tmp_path / "a.journal").exists)
+    await waits.until((tmp_path / "a.journal").exists)
     with full_own_disk(1000):
         waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
-        await until(lambda: journal.failure is not None)
+        await waits.until(lambda: journal.failure is not None)
         may_end.set()
         await before
         with pytest.raises(ApiError, match="File too large"):
@@ -272,7 +272,7 @@ async def test_who_is_attended_hears_at_once_that_the_disk_is_full_and_the_work_
             with pytest.raises(ApiError, match=f"journal in {tmp_path}: File too large. Free") as refused:
                 await journal.attend(work(n))
             assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
-    await until(lambda: done == [0, 1])
+    await waits.until(lambda: done == [0, 1])
     assert await journal.attend(work(2)) == 2
     await journal.close()
     assert [record["n"] for record in await read(tmp_path / "a.journal")] == [0, 1, 2]
@@ -293,7 +293,7 @@ async def test_a_journal_that_is_closed_on_a_full_disk_tells_who_waits(tmp_path:
     journal = Journal(tmp_path / "a.journal")
     with full_own_disk(1000):
         waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
-        await until(lambda: journal.failure is not None)
+        await waits.until(lambda: journal.failure is not None)
         await journal.close()
     with pytest.raises(ApiError, match="cannot write its journal"):
         await waiting

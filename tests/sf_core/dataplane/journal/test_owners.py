@@ -23,8 +23,8 @@ from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.ownership import NotOwnedError, Owner
 from storage.locks import FileLock
 from storage.run_directory import RunDirectory
-from tests.patience import wait_until
-from tests.properties import examples
+from tests.bench.properties import examples
+from tests.bench.waits import wait_until
 
 decode = msgspec.msgpack.decode
 

@@ -19,9 +19,9 @@ from sf_core.pictures.apart import DecoderError, SlowPictureError, fit_apart
 from sf_core.pictures.fitting import Fitted
 from sf_core.pictures.sight import Sight
 from storage.media import read_picture
+from tests.bench import dataplane
 from tests.bench.dataplane.heavy_pictures import many_scans
-from tests.bench.dataplane.pictures import encoded, png
-from tests.patience import patience
+from tests.bench.waits import patience
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
 
@@ -29,7 +29,10 @@ BROKEN = "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"
 
 
 def sent(*pictures: bytes) -> list[SentPicture]:
-    return [SentPicture(f"here[{i}]", encoded(data), {"type": "image"}) for i, data in enumerate(pictures)]
+    return [
+        SentPicture(f"here[{i}]", dataplane.pictures.encoded(data), {"type": "image"})
+        for i, data in enumerate(pictures)
+    ]
 
 
 async def complete(kept: Media, *rounds: list[SentPicture], sight: Sight = SIGHT) -> None:
@@ -52,8 +55,8 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 async def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted: list[bytes]) -> None:
     kept = Media(str(tmp_path))
-    red = png("red")
-    blue = png("blue", (300, 200))
+    red = dataplane.pictures.png("red")
+    blue = dataplane.pictures.png("blue", (300, 200))
     rounds = [sent(red, blue, red), sent(red), sent(blue)]
     await complete(kept, *rounds)
     await complete(kept, again := sent(blue, red))
@@ -83,8 +86,11 @@ async def test_a_client_that_goes_away_leaves_its_picture_to_others(
 
     monkeypatch.setattr(media, "fit_apart", fit)
     kept = Media(str(tmp_path))
-    waiting = sent(png("red"))
-    first, second = (asyncio.create_task(kept.complete(one, SIGHT)) for one in (sent(png("red")), waiting))
+    waiting = sent(dataplane.pictures.png("red"))
+    first, second = (
+        asyncio.create_task(kept.complete(one, SIGHT))
+        for one in (sent(dataplane.pictures.png("red")), waiting)
+    )
     await asyncio.to_thread(begun.wait, patience())
     first.cancel()
     await asyncio.wait([first])
@@ -95,7 +101,7 @@ async def test_a_client_that_goes_away_leaves_its_picture_to_others(
 
 async def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[bytes]) -> None:
     kept = Media(str(tmp_path))
-    data = png("red", (112, 112))
+    data = dataplane.pictures.png("red", (112, 112))
     large = sent(data)
     small = sent(data)
     await complete(kept, large)
@@ -109,7 +115,7 @@ async def test_of_many_pictures_the_latest_are_known(
 ) -> None:
     monkeypatch.setattr(media, "NUM_KNOWN", 2)
     kept = Media(str(tmp_path))
-    pictures = [png((0, 0, i)) for i in range(4)]
+    pictures = [dataplane.pictures.png((0, 0, i)) for i in range(4)]
     await complete(kept, sent(*pictures))
     await complete(kept, sent(*pictures[2:]))
     assert len(fitted) == 4
@@ -118,7 +124,7 @@ async def test_of_many_pictures_the_latest_are_known(
 
 
 async def test_letters_of_urls_are_read(tmp_path: Path) -> None:
-    pictures = (encoded(png((level, 0, 0))) for level in range(256))
+    pictures = (dataplane.pictures.encoded(dataplane.pictures.png((level, 0, 0))) for level in range(256))
     data = next(data for data in pictures if {"+", "/"} & {*data})
     plain = [SentPicture("a", data, {})]
     of_urls = [SentPicture("b", data.replace("+", "-").replace("/", "_"), {})]
@@ -131,14 +137,14 @@ async def test_letters_of_urls_are_read(tmp_path: Path) -> None:
     [
         ("", BROKEN),
         (
-            encoded(png("red", kind="TIFF")),
+            dataplane.pictures.encoded(dataplane.pictures.png("red", kind="TIFF")),
             BROKEN,
         ),
         ("AAAA", BROKEN),
         ("A", "its base64 is broken"),
-        (encoded(png("red")[:60]), "the picture cannot be decoded"),
+        (dataplane.pictures.encoded(dataplane.pictures.png("red")[:60]), "the picture cannot be decoded"),
         (
-            encoded(png("red", (28 * 212, 28))),
+            dataplane.pictures.encoded(dataplane.pictures.png("red", (28 * 212, 28))),
             "the picture has 5936 by 28 pixels; the ratio of its sides must not exceed 200",
         ),
         ("A" * 45_000_000, "the picture has 33750000 bytes; the limit is 33554432"),
@@ -161,7 +167,7 @@ async def test_what_cannot_be_stored_is_tried_again(tmp_path: Path) -> None:
     folder = tmp_path / "media"
     folder.write_text("in the way", encoding="utf-8")
     kept = Media(str(folder))
-    pictures = sent(png("red"))
+    pictures = sent(dataplane.pictures.png("red"))
     with pytest.raises(ApiError, match=f"cannot write pictures to {folder}: ") as refused:
         await complete(kept, pictures)
     assert (refused.value.status, refused.value.code) == (503, "media_unwritable")
@@ -180,7 +186,7 @@ async def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
     slow = many_scans(1000)
     for _ in range(2):
         with pytest.raises(ApiError) as refused:
-            await complete(kept, sent(slow, png("red")))
+            await complete(kept, sent(slow, dataplane.pictures.png("red")))
         assert (refused.value.status, refused.value.message) == (
             400,
             "here[0] has a picture that cannot be used: the picture takes more than 0.05 s of CPU time to "
@@ -193,7 +199,7 @@ async def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
 async def test_pictures_that_take_long_do_not_hold_up_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = png("red")
+    quick = dataplane.pictures.png("red")
     ends = threading.Event()
 
     def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
@@ -224,11 +230,11 @@ async def test_without_a_decoder_the_request_may_be_sent_again(
     with monkeypatch.context() as patch:
         patch.setattr(media, "fit_apart", fail)
         with pytest.raises(ApiError) as refused:
-            await complete(kept, sent(png("red")))
+            await complete(kept, sent(dataplane.pictures.png("red")))
     assert (refused.value.status, refused.value.code, refused.value.message) == (
         503,
         "media_undecoded",
         "The data plane cannot decode pictures: no decoder can be started: Too many open files. Send this "
         "request again.",
     )
-    await complete(kept, sent(png("red")))
+    await complete(kept, sent(dataplane.pictures.png("red")))

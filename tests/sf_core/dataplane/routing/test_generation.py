@@ -8,12 +8,8 @@ import math
 import pytest
 
 from sf_core.types import Chunk, FinishReason
-from tests.bench.dataplane.router import turn
-from tests.patience import patience
-
-
-def chunk(ids: list[int], reason: FinishReason | None = None, version: int = 0) -> Chunk:
-    return Chunk("g", ids, [-1.0] * len(ids), version, reason)
+from tests.bench.dataplane.router import chunk, turn
+from tests.bench.waits import patience
 
 
 def test_a_budget_used_up_at_the_seam_ends_the_turn() -> None:

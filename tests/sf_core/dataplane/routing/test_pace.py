@@ -9,9 +9,8 @@ import pytest
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.types import FinishReason
-from tests.bench.dataplane.router import turn
-from tests.patience import patience
-from tests.sf_core.dataplane.routing.test_generation import chunk
+from tests.bench.dataplane.router import chunk, turn
+from tests.bench.waits import patience
 
 NEVER_S = 1e9
 """Time of an event after which no further round begins."""

@@ -22,9 +22,9 @@ from sf_core.dataplane_key import account_key
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan
-from tests.bench.dataplane.planes import ServedPlane, attended, serving
-from tests.patience import wait_until
-from tests.properties import examples
+from tests.bench.dataplane import planes
+from tests.bench.properties import examples
+from tests.bench.waits import wait_until
 
 NUM_IDS = 258
 """Ids of the tokenizer of these tests."""
@@ -55,7 +55,7 @@ class Keeping(ScriptedEngine):
 class Stand:
     """A served run, an engine of it behind a socket, and generations that are given to its router."""
 
-    def __init__(self, plane: ServedPlane, engine: Keeping, generations: list[Generation]) -> None:
+    def __init__(self, plane: planes.ServedPlane, engine: Keeping, generations: list[Generation]) -> None:
         self._server = plane
         self._engine = engine
         self._generations = generations
@@ -81,7 +81,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[
         return Response()
 
     app.router.routes.append(Route("/ask", ask, methods=["POST"]))
-    with serving(app) as url, attended(url, folder, model_dir) as plane:
+    with planes.serving(app) as url, planes.attended(url, folder, model_dir) as plane:
         plane.register()
         engine = Keeping()
         plane.lend(engine, Hello("run", 1, "r0", 0, "r0", "r0", 8))

@@ -9,18 +9,12 @@ import pytest
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.types import WeightsRef
-from tests.bench.dataplane.router import (
-    STOP,
-    Cluster,
-    check_tokens,
-    script,
-    scripted,
-)
+from tests.bench.dataplane import router
 
 
 async def test_evacuated_requests_keep_their_place_in_the_line() -> None:
-    cluster = Cluster()
-    first, second = [await cluster.serving(scripted(script), max_running=1) for _ in range(2)]
+    cluster = router.Cluster()
+    first, second = [await cluster.serving(router.scripted(router.script), max_running=1) for _ in range(2)]
     asked = [cluster.ask([5] * 4, 20) for _ in range(5)]
     await cluster.dispatched()
     # the engine that got the later request loses it first
@@ -30,8 +24,8 @@ async def test_evacuated_requests_keep_their_place_in_the_line() -> None:
 
 
 async def test_a_frozen_engine_keeps_its_requests_and_an_evacuated_one_gives_them_back() -> None:
-    cluster = Cluster()
-    engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    cluster = router.Cluster()
+    engine = await cluster.serving(router.scripted(lambda prompt, seed: [7] * 99))
     generation = cluster.ask([5], 50, stream=True)
     await cluster.dispatched()
     engine.act()
@@ -54,8 +48,8 @@ async def test_a_frozen_engine_keeps_its_requests_and_an_evacuated_one_gives_the
 
 
 async def test_weights_are_swapped_under_a_frozen_engine_without_an_interruption() -> None:
-    cluster = Cluster()
-    engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    cluster = router.Cluster()
+    engine = await cluster.serving(router.scripted(lambda prompt, seed: [7] * 99))
     generation = cluster.ask([5], 9, stream=True)
     await cluster.dispatched()
     for _ in range(4):
@@ -70,15 +64,15 @@ async def test_weights_are_swapped_under_a_frozen_engine_without_an_interruption
 
 
 async def test_an_update_does_not_wait_for_a_newcomer_which_is_caught_up_before_it_is_routed_to() -> None:
-    cluster = Cluster()
-    serving = await cluster.serving(scripted(script), max_running=1)
-    newcomer = cluster.connect(scripted(script))
+    cluster = router.Cluster()
+    serving = await cluster.serving(router.scripted(router.script), max_running=1)
+    newcomer = cluster.connect(router.scripted(router.script))
     update = asyncio.ensure_future(cluster.router.update(WeightsRef(1, "w1")))
     await cluster.dispatched()
     assert not update.done(), "an engine samples with older weights"
     serving.act()
     assert await update == {"e0": 1}
-    asked = [cluster.ask([5] * 3, 30, stop=(STOP,)) for _ in range(3)]
+    asked = [cluster.ask([5] * 3, 30, stop=(router.STOP,)) for _ in range(3)]
     # the engine is made of the weights it was greeted with, and says so before it reads on
     cluster.router.confirm(newcomer.connection, 0)
     await cluster.dispatched()
@@ -91,8 +85,8 @@ async def test_an_update_does_not_wait_for_a_newcomer_which_is_caught_up_before_
 
 
 async def test_an_update_waits_for_a_newcomer_that_is_made_so_that_it_cannot_stay_behind_for_ever() -> None:
-    cluster = Cluster()
-    newcomer = cluster.connect(scripted(script))
+    cluster = router.Cluster()
+    newcomer = cluster.connect(router.scripted(router.script))
     await cluster.router.update(WeightsRef(1, "w1"))
     cluster.router.confirm(newcomer.connection, 0)
     update = asyncio.ensure_future(cluster.router.update(WeightsRef(2, "w2")))
@@ -104,31 +98,31 @@ async def test_an_update_waits_for_a_newcomer_that_is_made_so_that_it_cannot_sta
 
 
 async def test_an_engine_whose_making_hangs_holds_up_no_update() -> None:
-    cluster = Cluster()
-    hanging = cluster.connect(scripted(script))
+    cluster = router.Cluster()
+    hanging = cluster.connect(router.scripted(router.script))
     for version in (1, 2):
         assert await cluster.router.update(WeightsRef(version, "w")) == {}
     assert (hanging.connection.wanted_version, hanging.connection.state) == (2, "loading")
 
 
 async def test_requests_of_a_paused_engine_continue_on_another() -> None:
-    cluster = Cluster()
-    first = await cluster.serving(scripted(script))
-    generation = cluster.ask([5] * 3, 30, stop=(STOP,), stream=True)
+    cluster = router.Cluster()
+    first = await cluster.serving(router.scripted(router.script))
+    generation = cluster.ask([5] * 3, 30, stop=(router.STOP,), stream=True)
     await cluster.dispatched()
     first.act()
-    second = await cluster.serving(scripted(script))
+    second = await cluster.serving(router.scripted(router.script))
     pausing = asyncio.ensure_future(cluster.router.pause("evacuate", first.connection.engine_id))
     await cluster.run()
     assert await pausing == 1
     assert [engine.connection.state for engine in (first, second)] == ["paused", "serving"]
-    check_tokens(generation)
+    router.check_tokens(generation)
     assert generation.request_id in [request.request_id for request in second.asked]
 
 
 async def test_a_pause_of_the_run_and_one_of_an_engine_are_lifted_one_by_one() -> None:
-    cluster = Cluster()
-    engine = await cluster.serving(scripted(script), name="e")
+    cluster = router.Cluster()
+    engine = await cluster.serving(router.scripted(router.script), name="e")
     cluster.router.resume("e")
     pauses = asyncio.gather(cluster.router.pause("freeze"), cluster.router.pause("freeze", "e"))
     await cluster.dispatched()
@@ -137,16 +131,16 @@ async def test_a_pause_of_the_run_and_one_of_an_engine_are_lifted_one_by_one() -
     cluster.router.resume()
     assert engine.connection.paused and cluster.router.obstacle() == "every engine is paused"
     engine.die()
-    again = await cluster.serving(scripted(script), name="e")
+    again = await cluster.serving(router.scripted(router.script), name="e")
     assert again.connection.is_still, "a connection made again changes nothing"
     cluster.router.resume("e")
     assert again.connection.has_room
 
 
 async def test_a_draining_engine_ends_what_it_has_and_takes_nothing_new() -> None:
-    cluster = Cluster()
-    engine = await cluster.serving(scripted(script), max_running=4)
-    running = cluster.ask([5] * 3, 30, stop=(STOP,))
+    cluster = router.Cluster()
+    engine = await cluster.serving(router.scripted(router.script), max_running=4)
+    running = cluster.ask([5] * 3, 30, stop=(router.STOP,))
     await cluster.dispatched()
     cluster.router.drain(engine.connection, "drained")
     late = cluster.ask([5], 30)
@@ -160,26 +154,26 @@ async def test_a_draining_engine_ends_what_it_has_and_takes_nothing_new() -> Non
 
 
 async def test_an_engine_that_falls_silent_with_work_is_dropped_and_an_idle_one_is_not() -> None:
-    cluster = Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
-    busy, idle = [await cluster.serving(scripted(script)) for _ in range(2)]
-    generation = cluster.ask([5] * 3, 30, stop=(STOP,))
+    cluster = router.Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
+    busy, idle = [await cluster.serving(router.scripted(router.script)) for _ in range(2)]
+    generation = cluster.ask([5] * 3, 30, stop=(router.STOP,))
     await cluster.dispatched()
     for engine in (busy, idle):
         engine.connection.heard_at -= 31
     cluster.router.sweep()
     assert (busy.is_gone, idle.is_gone) == (True, False)
     await cluster.run()
-    check_tokens(generation)
+    router.check_tokens(generation)
 
 
 async def test_a_newcomer_gets_its_share_of_what_runs_already() -> None:
-    cluster = Cluster()
-    first = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    cluster = router.Cluster()
+    first = await cluster.serving(router.scripted(lambda prompt, seed: [7] * 99))
     asked = [cluster.ask([5] * 4, 60, stream=i % 2 == 0) for i in range(6)]
     await cluster.dispatched()
     for _ in range(5):
         first.act()
-    newcomer = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    newcomer = await cluster.serving(router.scripted(lambda prompt, seed: [7] * 99))
     cluster.router.sweep()
     cluster.router.sweep()
     moved = cluster.router.moves
@@ -194,13 +188,13 @@ async def test_a_newcomer_gets_its_share_of_what_runs_already() -> None:
 
 
 async def test_nothing_is_moved_while_engines_take_new_weights_or_requests_wait() -> None:
-    cluster = Cluster()
-    first = await cluster.serving(scripted(lambda prompt, seed: [7] * 99), max_running=6)
+    cluster = router.Cluster()
+    first = await cluster.serving(router.scripted(lambda prompt, seed: [7] * 99), max_running=6)
     for _ in range(6):
         cluster.ask([5] * 4, 60)
     await cluster.dispatched()
     first.act()
-    second = await cluster.serving(scripted(script))
+    second = await cluster.serving(router.scripted(router.script))
     updating = asyncio.ensure_future(cluster.router.update(WeightsRef(1, "w1")))
     await cluster.dispatched()
     cluster.router.sweep()
@@ -215,9 +209,9 @@ async def test_nothing_is_moved_while_engines_take_new_weights_or_requests_wait(
 
 
 async def test_loading_and_standing_still_are_no_silence() -> None:
-    cluster = Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
-    loading = cluster.connect(scripted(script))
-    frozen = await cluster.serving(scripted(script))
+    cluster = router.Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
+    loading = cluster.connect(router.scripted(router.script))
+    frozen = await cluster.serving(router.scripted(router.script))
     cluster.ask([5] * 3, 30)
     await cluster.dispatched()
     pausing = asyncio.ensure_future(cluster.router.pause("freeze", frozen.connection.engine_id))
@@ -245,9 +239,9 @@ async def test_loading_and_standing_still_are_no_silence() -> None:
     ],
 )
 async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: str, sentence: str) -> None:
-    cluster = Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
+    cluster = router.Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
     if obstacle != "nobody":
-        await cluster.serving(scripted(script), max_running=1)
+        await cluster.serving(router.scripted(router.script), max_running=1)
     if obstacle == "full":
         cluster.ask([5], 9)
     if obstacle == "paused":
@@ -265,8 +259,8 @@ async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: st
 
 
 async def test_a_request_frozen_for_too_long_is_refused() -> None:
-    cluster = Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
-    engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    cluster = router.Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
+    engine = await cluster.serving(router.scripted(lambda prompt, seed: [7] * 99))
     generation = cluster.ask([5], 50)
     await cluster.dispatched()
     pausing = asyncio.ensure_future(cluster.router.pause("freeze"))
@@ -284,7 +278,7 @@ async def test_a_request_frozen_for_too_long_is_refused() -> None:
 
 
 async def test_the_line_of_waiting_requests_is_bounded() -> None:
-    cluster = Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
+    cluster = router.Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
     for _ in range(2):
         cluster.router.check_room()
         cluster.ask([5], 9)
@@ -296,13 +290,13 @@ async def test_the_line_of_waiting_requests_is_bounded() -> None:
 
 
 async def test_samples_of_one_prompt_run_side_by_side_and_stay_apart() -> None:
-    cluster = Cluster()
-    engines = [await cluster.serving(scripted(script), max_running=2) for _ in range(2)]
-    samples = [cluster.ask([5] * 4, 30, stop=(STOP,)) for _ in range(6)]
+    cluster = router.Cluster()
+    engines = [await cluster.serving(router.scripted(router.script), max_running=2) for _ in range(2)]
+    samples = [cluster.ask([5] * 4, 30, stop=(router.STOP,)) for _ in range(6)]
     await cluster.dispatched()
     assert [len(engine.connection.in_flight) for engine in engines] == [2, 2]
     engines[0].die()
     await cluster.run()
     assert len({tuple(sample.token_ids) for sample in samples}) > 1
     for sample in samples:
-        check_tokens(sample)
+        router.check_tokens(sample)

@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from sf_core.dataplane.routing.suspects import assign
 from sf_core.engines import wire
 from sf_core.types import WeightsRef
-from tests.bench.dataplane.router import (
-    STOP,
-    Cluster,
-    ClusterEngine,
-    check_tokens,
-    script,
-    scripted,
-)
-from tests.patience import patience
-from tests.properties import examples
+from tests.bench import dataplane
+from tests.bench.properties import examples
+from tests.bench.waits import patience
 
 
 class Events:
@@ -30,17 +23,17 @@ class Events:
 
     def __init__(self, data: st.DataObject) -> None:
         self.draw: Callable[[Any], Any] = data.draw
-        self.cluster = Cluster()
+        self.cluster = dataplane.router.Cluster()
         self.router = self.cluster.router
         self.version = 0
         self.published = 0
         """Lowest version with which requests dispatched from now on may be sampled."""
         self.pending: list[asyncio.Task[Any]] = []
 
-    def living(self) -> list[ClusterEngine]:
+    def living(self) -> list[dataplane.router.ClusterEngine]:
         return [engine for engine in self.cluster.engines if not engine.is_gone]
 
-    def some_engine(self) -> ClusterEngine | None:
+    def some_engine(self) -> dataplane.router.ClusterEngine | None:
         living = self.living()
         return self.draw(st.sampled_from(living)) if living else None
 
@@ -51,13 +44,15 @@ class Events:
         self.cluster.ask(
             list(range(self.draw(st.integers(1, 12)))),
             self.draw(st.integers(1, 30)),
-            stop=(STOP,),
+            stop=(dataplane.router.STOP,),
             floor=self.draw(st.integers(0, self.version)),
             stream=self.draw(st.booleans()),
         )
 
     def connect(self) -> None:
-        self.cluster.connect(scripted(script), max_running=self.draw(st.integers(1, 3)))
+        self.cluster.connect(
+            dataplane.router.scripted(dataplane.router.script), max_running=self.draw(st.integers(1, 3))
+        )
 
     def act(self) -> None:
         if (engine := self.some_engine()) is not None:
@@ -106,7 +101,7 @@ class Events:
         """Undo all faults and connect one more engine, so that all requests must finish."""
         for engine_id in list(self.router.paused):
             self.router.resume(engine_id)
-        self.cluster.connect(scripted(script))
+        self.cluster.connect(dataplane.router.scripted(dataplane.router.script))
         await self.cluster.run()
         for _ in range(20):
             for engine in self.living():
@@ -140,7 +135,7 @@ async def test_whatever_happens_every_generation_ends_whole_and_in_order(
         check_connections(cluster)
     await happening.settle()
     for generation in cluster.generations:
-        check_tokens(generation)
+        dataplane.router.check_tokens(generation)
     connections = [engine.connection for engine in cluster.engines]
     assert not any(connection.in_flight or connection.outstanding for connection in connections)
 
@@ -153,12 +148,12 @@ class Training(Events):
         for _ in range(self.draw(st.integers(1, 3))):
             self.connect()
         self.dedicated = list(self.cluster.engines)
-        self.revoked: dict[ClusterEngine, int] = {}
+        self.revoked: dict[dataplane.router.ClusterEngine, int] = {}
         """Revoked engines, and how many requests each had been given by then."""
-        self.released: dict[ClusterEngine, int] = {}
+        self.released: dict[dataplane.router.ClusterEngine, int] = {}
         """Engines that have yielded, and how many frames each had been sent by then."""
 
-    def lent(self) -> list[ClusterEngine]:
+    def lent(self) -> list[dataplane.router.ClusterEngine]:
         return [engine for engine in self.living() if engine not in self.dedicated]
 
     def train(self) -> None:
@@ -166,7 +161,7 @@ class Training(Events):
             self.later(self.take(engine))
             self.revoked[engine] = len(engine.asked)
 
-    async def take(self, engine: ClusterEngine) -> None:
+    async def take(self, engine: dataplane.router.ClusterEngine) -> None:
         await self.router.take_away(engine.connection, "revoked")
         self.released[engine] = len(engine.asked) + len(engine.told)
 
@@ -208,10 +203,10 @@ async def test_training_takes_devices_that_are_lent_and_nothing_from_the_others(
     generations = happening.cluster.generations
     assert sum(e.num_sampled for e in happening.cluster.engines) == sum(len(g.token_ids) for g in generations)
     for generation in generations:
-        check_tokens(generation)
+        dataplane.router.check_tokens(generation)
 
 
-def check_dispatch(cluster: Cluster, asked_before: dict[int, int], published: int) -> None:
+def check_dispatch(cluster: dataplane.router.Cluster, asked_before: dict[int, int], published: int) -> None:
     router = cluster.router
     waiting = list(router.waiting)
     assert [g.arrival for g in waiting] == sorted(g.arrival for g in waiting if g.arrival is not None)
@@ -231,7 +226,7 @@ def check_dispatch(cluster: Cluster, asked_before: dict[int, int], published: in
             assert not [g for g in could if g.arrival < generation.arrival]  # type: ignore[operator]
 
 
-def check_connections(cluster: Cluster) -> None:
+def check_connections(cluster: dataplane.router.Cluster) -> None:
     places = [id for engine in cluster.engines for id in engine.connection.in_flight]
     places += [generation.request_id for generation in cluster.router.waiting]
     assert sorted(places) == sorted(g.request_id for g in cluster.generations if not g.is_over)

@@ -15,18 +15,9 @@ from sf_core.dataplane.errors import EngineFailed
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.suspects import MAX_FAULTS
 from sf_core.dataplane.routing.wait_queue import Limits
-from tests.bench.dataplane.router import (
-    STOP,
-    Cluster,
-    ClusterEngine,
-    MakeEngine,
-    ProcessEnded,
-    script,
-    scripted,
-)
-from tests.bench.engines.fatal import FatalEngine, fail
-from tests.patience import patience
-from tests.properties import examples
+from tests import bench
+from tests.bench.dataplane import router
+from tests.bench.properties import examples
 
 POISON = 299
 """Ends the engine that processes it."""
@@ -37,21 +28,21 @@ BAD_ROW = 298
 
 def fatal(prompt_ids: list[int], seed: int) -> list[int]:
     """A script in which prompts that begin with 1 sample what ends engines."""
-    ids = [3 if id >= BAD_ROW else id for id in script(prompt_ids, seed)]
+    ids = [3 if id >= BAD_ROW else id for id in router.script(prompt_ids, seed)]
     middle = len(ids) // 2
     return [*ids[:middle], POISON, *ids[middle:]] if prompt_ids[0] == 1 else ids
 
 
 def end_process() -> None:
-    raise ProcessEnded
+    raise router.ProcessEnded
 
 
-def ending(end: Callable[[], object]) -> MakeEngine:
-    return lambda: FatalEngine(fatal, end, POISON, BAD_ROW)
+def ending(end: Callable[[], object]) -> router.MakeEngine:
+    return lambda: bench.engines.fatal.FatalEngine(fatal, end, POISON, BAD_ROW)
 
 
 PROCESS = ending(end_process)
-STEP = ending(fail)
+STEP = ending(bench.engines.fatal.fail)
 
 
 def most_deaths(num_together: int) -> int:
@@ -63,10 +54,10 @@ def is_refused_as_poison(generation: Generation) -> bool:
     return isinstance(generation.refusal, EngineFailed) and generation.refusal.is_poison
 
 
-class Fleet(Cluster):
+class Fleet(router.Cluster):
     """A cluster in which a new engine comes for each that has ended."""
 
-    async def run_on(self, make: MakeEngine, num_engines: int, max_running: int = 64) -> int:
+    async def run_on(self, make: router.MakeEngine, num_engines: int, max_running: int = 64) -> int:
         """Until all is over; returns how many engines ended in a step."""
         for _ in range(3000):
             while len([engine for engine in self.engines if not engine.is_gone]) < num_engines:
@@ -83,11 +74,11 @@ class Fleet(Cluster):
 @pytest.mark.parametrize("num_engines", [1, 2, 5])
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 64])
 async def test_one_poison_is_refused_alone_and_costs_few_engines(
-    make: MakeEngine, num_engines: int, num_requests: int
+    make: router.MakeEngine, num_engines: int, num_requests: int
 ) -> None:
     cluster = Fleet()
     for number in range(num_requests):
-        cluster.ask([0, 5, POISON if number == num_requests // 3 else 6], 8, stop=(STOP,))
+        cluster.ask([0, 5, POISON if number == num_requests // 3 else 6], 8, stop=(router.STOP,))
     assert await cluster.run_on(make, num_engines) <= most_deaths(num_requests)
     poison = cluster.generations.pop(num_requests // 3)
     assert is_refused_as_poison(poison) and poison.refusal is not None and poison.refusal.status == 502
@@ -96,8 +87,8 @@ async def test_one_poison_is_refused_alone_and_costs_few_engines(
 
 
 async def test_requests_are_answered_elsewhere_while_suspects_are_tried() -> None:
-    cluster = Cluster()
-    make = scripted(script)
+    cluster = router.Cluster()
+    make = router.scripted(router.script)
     first = await cluster.serving(make)
     for _ in range(4):
         cluster.ask([0, 5], 8)
@@ -116,7 +107,7 @@ async def test_requests_are_answered_elsewhere_while_suspects_are_tried() -> Non
 
 async def test_an_engine_that_ended_with_suspects_is_not_the_first_to_try_them_again() -> None:
     cluster = Fleet()
-    sound = scripted(script)
+    sound = router.scripted(router.script)
     for _ in range(3):
         cluster.ask([0, 5, POISON], 8)
     for _ in range(5):
@@ -135,8 +126,8 @@ async def test_an_engine_that_ended_with_suspects_is_not_the_first_to_try_them_a
 
 
 async def test_suspects_that_no_engine_tries_are_refused_in_words_in_the_end() -> None:
-    cluster = Cluster(Limits(max_waiting=9, patience_s=0.0, engine_silence_s=1000.0))
-    engine = await cluster.serving(scripted(script))
+    cluster = router.Cluster(Limits(max_waiting=9, patience_s=0.0, engine_silence_s=1000.0))
+    engine = await cluster.serving(router.scripted(router.script))
     generation = cluster.ask([0, 5], 8)
     await cluster.dispatched()
     engine.die()
@@ -148,10 +139,10 @@ async def test_suspects_that_no_engine_tries_are_refused_in_words_in_the_end() -
 
 
 async def test_an_engine_that_a_request_silences_counts_as_ended() -> None:
-    cluster = Cluster(Limits(max_waiting=9, patience_s=1000.0, engine_silence_s=0.0))
+    cluster = router.Cluster(Limits(max_waiting=9, patience_s=1000.0, engine_silence_s=0.0))
     generation = cluster.ask([0, 5], 8)
     for _ in range(MAX_FAULTS):
-        await cluster.serving(scripted(script))
+        await cluster.serving(router.scripted(router.script))
         await asyncio.sleep(0.001)
         cluster.router.sweep()
         await cluster.dispatched()
@@ -163,11 +154,11 @@ async def test_an_engine_that_a_request_silences_counts_as_ended() -> None:
 
 @pytest.mark.parametrize("end", ["drain", "take_away", "supersede"])
 async def test_engines_that_are_taken_away_count_nothing(end: str) -> None:
-    cluster = Cluster()
+    cluster = router.Cluster()
     generation = cluster.ask([0, 5], 8)
     leaving = list[asyncio.Task[Any]]()
     for _ in range(3 * MAX_FAULTS):
-        engine = await cluster.serving(scripted(script))
+        engine = await cluster.serving(router.scripted(router.script))
         if end == "drain":
             cluster.router.drain(engine.connection, "drained")
         if end == "take_away":
@@ -175,9 +166,9 @@ async def test_engines_that_are_taken_away_count_nothing(end: str) -> None:
             await cluster.dispatched()
         (engine.supersede if end == "supersede" else engine.die)()
     assert (generation.num_faults, generation.suspicion) == (0, None)
-    await cluster.serving(scripted(script))
+    await cluster.serving(router.scripted(router.script))
     await cluster.run()
-    check_answer(generation, script)
+    check_answer(generation, router.script)
     await asyncio.gather(*leaving)
 
 
@@ -201,7 +192,7 @@ class Attacks:
         self.poison: list[Generation] = []
         self.bad_rows: list[Generation] = []
 
-    def some_engine(self) -> ClusterEngine | None:
+    def some_engine(self) -> router.ClusterEngine | None:
         living = [engine for engine in self.cluster.engines if not engine.is_gone]
         return self.draw(st.sampled_from(living)) if living else None
 
@@ -209,7 +200,7 @@ class Attacks:
         prompt_ids += [2] * self.draw(st.integers(0, 5))
         # the engine sees what it has reported
         stream = prompt_ids[0] == 1 or self.draw(st.booleans())
-        return self.cluster.ask(prompt_ids, 40, stop=(STOP,), stream=stream)
+        return self.cluster.ask(prompt_ids, 40, stop=(router.STOP,), stream=stream)
 
     def ask(self) -> None:
         self._ask([0])
@@ -290,4 +281,4 @@ async def test_any_row_may_raise_and_any_engine_may_end_at_any_step(
     assert not any(c.in_flight or c.unproven or c.outstanding for c in connections)
     for engine in cluster.engines:
         engine.act()
-    await asyncio.wait_for(asyncio.gather(*happening.pending), patience())
+    await asyncio.wait_for(asyncio.gather(*happening.pending), bench.waits.patience())

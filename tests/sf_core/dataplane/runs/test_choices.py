@@ -12,7 +12,7 @@ from sf_core.dataplane.runs.groups import Progress
 from sf_core.recipes.curriculum import Curriculum, Sizes, Stage
 from sf_core.recipes.gates import Varied
 from sf_core.recipes.outcomes import Pick, Result, Success, TaskRef
-from tests.sf_core.dataplane.runs.test_rollout_manager import finish_all, got, manager
+from tests.sf_core.dataplane.runs.rollouts import finish_all, got, manager
 
 POOL = Curriculum(pool=20)
 

@@ -12,9 +12,9 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs.results import outcome_of
 from sf_core.recipes.curriculum import Tasks
 from storage.tables.outcomes import read_outcomes
-from tests.bench.dataplane.run_driver import OPERATIONS, Driver, driving
+from tests.bench.dataplane import run_driver
 from tests.bench.dataplane.verbs.surviving import memory
-from tests.properties import examples
+from tests.bench.properties import examples
 
 CURRICULA: list[dict[str, Any]] = [
     {"pool": 30, "solved": 0.0},
@@ -30,7 +30,7 @@ CURRICULA: list[dict[str, Any]] = [
 
 
 MORE = [
-    *(operation.replace("seal", "commit_and_seal") for operation in OPERATIONS),
+    *(operation.replace("seal", "commit_and_seal") for operation in run_driver.OPERATIONS),
     *("play", "play", "play", "restart", "commit", "begin_attempt", "go_on_after_release", "go_back"),
 ]
 """A flow commits every batch that it has sealed, at once or later."""
@@ -61,7 +61,7 @@ MORE = [
 async def test_the_memory_of_a_run_opened_from_its_journal_is_that_of_the_run_that_wrote_it(
     model_dir: str, renderer: Renderer, operations: list[str], **rules: Any
 ) -> None:
-    async with driving(model_dir, renderer) as driver:
+    async with run_driver.driving(model_dir, renderer) as driver:
         await driver.register(**rules)
         await driver.do(*operations)
 
@@ -78,12 +78,12 @@ async def test_the_memory_of_a_run_opened_from_its_journal_is_that_of_the_run_th
 async def test_a_run_that_begins_to_choose_later_is_restored_too(
     model_dir: str, renderer: Renderer, operations: list[str]
 ) -> None:
-    async with driving(model_dir, renderer) as driver:
+    async with run_driver.driving(model_dir, renderer) as driver:
         await driver.register(curriculum=None, gate="all")
         await driver.do(*operations)
 
 
-async def test_groups_of_a_lost_batch_get_tasks_of_the_curriculum_again(driver: Driver) -> None:
+async def test_groups_of_a_lost_batch_get_tasks_of_the_curriculum_again(driver: run_driver.Driver) -> None:
     # the journal has the groups of the last batch alone, and the flow has lost two
     rules = {"pool": 40, "stages": [{"shares": {"a": 1.0}}]}
     await driver.register(curriculum=rules, gate="all")
@@ -113,7 +113,7 @@ async def test_groups_of_a_lost_batch_get_tasks_of_the_curriculum_again(driver: 
 
 @pytest.mark.parametrize("curriculum", CURRICULA)
 async def test_without_its_journal_a_run_goes_on_with_what_its_directory_tells(
-    driver: Driver, curriculum: dict[str, Any]
+    driver: run_driver.Driver, curriculum: dict[str, Any]
 ) -> None:
     await driver.register(curriculum=curriculum, gate="all")
     await driver.iterate(5)

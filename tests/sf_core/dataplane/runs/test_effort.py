@@ -18,27 +18,27 @@ from sf_core.dataplane.runs import claiming
 from sf_core.dataplane.runs.runners import Effort
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import Endpoint, GenerationRequest, Sampling, Task, WeightsRef
-from tests.bench.dataplane.planes import ServedPlane, converse, finish, say
-from tests.bench.dataplane.run_driver import Driver
-from tests.bench.runners import make_runner, run_until_ready
-from tests.e2e.echo_package import agent
+from tests.bench import dataplane, runners
+from tests.bench.stacks.echo_package import agent
 
 BURNT_S = 0.5
 
 
-def claim(plane: ServedPlane, most: int, **spent: float) -> list[dict[str, Any]]:
+def claim(plane: dataplane.planes.ServedPlane, most: int, **spent: float) -> list[dict[str, Any]]:
     body = {"runner": "a0:l1", "max": most, **({"spent": spent} if spent else {})}
     return list(plane.note_keys(plane.post("/runs/run/claim", body))["sessions"])
 
 
-def test_the_effort_of_runners_is_in_the_batch_and_begins_anew_after_it(answering_plane: ServedPlane) -> None:
+def test_the_effort_of_runners_is_in_the_batch_and_begins_anew_after_it(
+    answering_plane: dataplane.planes.ServedPlane,
+) -> None:
     effort = []
     claim(answering_plane, 0)
     # sums since the runner began
     for batch, (first, then) in enumerate([(1.5, 2.0), (2.25, 2.25)]):
         for session in claim(answering_plane, 4, cpu_s=first, busy_s=2 * first, num_ended=4 * batch):
-            converse(answering_plane, session, 1, streamed=False)
-            finish(answering_plane, session)
+            dataplane.planes.converse(answering_plane, session, 1, streamed=False)
+            dataplane.planes.finish(answering_plane, session)
         claim(answering_plane, 0, cpu_s=then, busy_s=2 * then, num_ended=4 * (batch + 1))
         sealed = answering_plane.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
         assert sealed["runners_seconds"] > 0
@@ -52,7 +52,7 @@ def test_the_effort_of_runners_is_in_the_batch_and_begins_anew_after_it(answerin
 
 
 @pytest.mark.parametrize("name", ["cpu_s", "busy_s", "num_ended"])
-def test_effort_below_nothing_is_refused(answering_plane: ServedPlane, name: str) -> None:
+def test_effort_below_nothing_is_refused(answering_plane: dataplane.planes.ServedPlane, name: str) -> None:
     body = {"runner": "a0:l1", "max": 0, "spent": {name: -1}}
     answer = answering_plane.http.post("/runs/run/claim", json=body)
     told = answer.json()["error"]["message"]
@@ -60,7 +60,9 @@ def test_effort_below_nothing_is_refused(answering_plane: ServedPlane, name: str
 
 
 @pytest.mark.parametrize("name", ["cpu_s", "busy_s", "num_ended"])
-def test_more_effort_than_anybody_has_is_refused(answering_plane: ServedPlane, name: str) -> None:
+def test_more_effort_than_anybody_has_is_refused(
+    answering_plane: dataplane.planes.ServedPlane, name: str
+) -> None:
     body = {"runner": "a0:l1", "max": 0, "spent": {name: 1e18}}
     answer = answering_plane.http.post("/runs/run/claim", json=body)
     told = answer.json()["error"]["message"]
@@ -83,7 +85,9 @@ def test_a_runner_that_begins_anew_under_its_name_begins_at_nothing() -> None:
     assert sums(1).since(sums(3)) == sums(1)
 
 
-async def test_a_data_plane_that_starts_again_counts_nothing_that_was_spent_before(driver: Driver) -> None:
+async def test_a_data_plane_that_starts_again_counts_nothing_that_was_spent_before(
+    driver: dataplane.run_driver.Driver,
+) -> None:
     await driver.register(group_size=1, groups_per_batch=1, gate="all")
 
     async def claim(most: int, **spent: float) -> list[Session]:
@@ -180,9 +184,11 @@ def test_efforts_add_up() -> None:
     assert (most + most).num_ended == 2 * MAX_INDEX
 
 
-def test_a_runner_tells_what_its_agents_compute(plane_process: ServedPlane, renderer: Renderer) -> None:
+def test_a_runner_tells_what_its_agents_compute(
+    plane_process: dataplane.planes.ServedPlane, renderer: Renderer
+) -> None:
     plane_process.register(group_size=1, groups_per_batch=2, num_batches=1)
-    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.connect(lambda prompt, seed: dataplane.planes.say(renderer, "42"))
 
     async def computing(task: Task, endpoint: Endpoint) -> str:
         until = time.thread_time() + BURNT_S
@@ -190,6 +196,6 @@ def test_a_runner_tells_what_its_agents_compute(plane_process: ServedPlane, rend
             pass
         return await agent(task, endpoint)
 
-    run_until_ready(plane_process, make_runner(plane_process.url, agent=computing))
+    runners.run_until_ready(plane_process, runners.make_runner(plane_process.url, agent=computing))
     told = plane_process.get("/runs/run")["runners"]["a0"]
     assert told["cpu_s"] >= 2 * BURNT_S

@@ -13,41 +13,41 @@ from sf_core.dataplane.control import plane
 from sf_core.dataplane.sessions import finished
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import CALC, ServedPlane, say
-from tests.patience import wait_until
+from tests.bench.dataplane import planes
+from tests.bench.waits import wait_until
 
 HI = {"role": "user", "content": "hi"}
 LONG = {"role": "user", "content": "the " * 3000}
 UNPARSED = '<tool_call>\n{"name": "calc", "arguments": 47*\n</tool_call>'
 
 
-def serve(served_plane: ServedPlane, renderer: Renderer, text: str = "hello", **spec: Any) -> None:
+def serve(served_plane: planes.ServedPlane, renderer: Renderer, text: str = "hello", **spec: Any) -> None:
     """Serve a run whose groups and batches have one session each."""
     served_plane.register(**{"group_size": 1, "groups_per_batch": 1, "failed_reward": -0.5} | spec)
-    served_plane.connect(lambda prompt, seed: say(renderer, text))
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, text))
 
 
-def ask(served_plane: ServedPlane, claim: dict[str, Any], *messages: Any) -> int:
+def ask(served_plane: planes.ServedPlane, claim: dict[str, Any], *messages: Any) -> int:
     """Send a request; returns the HTTP status."""
-    body = {"model": "policy", "messages": list(messages), "tools": [CALC]}
+    body = {"model": "policy", "messages": list(messages), "tools": [planes.CALC]}
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
     headers = served_plane.agent_headers(path)
     return served_plane.http.post(path, json=body, headers=headers).status_code
 
 
-def end(served_plane: ServedPlane, claim: dict[str, Any], **report: Any) -> None:
+def end(served_plane: planes.ServedPlane, claim: dict[str, Any], **report: Any) -> None:
     if "reward" in report:
         report["status"] = "finished"
     told = {"status": "failed", "error": "KeyError: x", "task_id": "t", "environment": "e"}
     served_plane.post(f"/sessions/{claim['session_id']}/finish", told | report)
 
 
-def overflow(served_plane: ServedPlane, claim: dict[str, Any]) -> None:
+def overflow(served_plane: planes.ServedPlane, claim: dict[str, Any]) -> None:
     assert (ask(served_plane, claim, HI), ask(served_plane, claim, LONG)) == (200, 400)
 
 
 def sealed_rows(
-    served_plane: ServedPlane, kind: str = "batches", index: int = 0
+    served_plane: planes.ServedPlane, kind: str = "batches", index: int = 0
 ) -> tuple[dict[str, Any], list[Trajectory]]:
     sealed = served_plane.post(f"/runs/run/{kind}/{index}/seal", {"attempt": 1})
     return sealed, to_rows(
@@ -56,7 +56,7 @@ def sealed_rows(
 
 
 def test_a_session_that_ran_out_of_context_trains_with_the_reward_of_a_failed_one(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     serve(served_plane, renderer)
     [claim] = served_plane.claim()
@@ -70,7 +70,7 @@ def test_a_session_that_ran_out_of_context_trains_with_the_reward_of_a_failed_on
         assert (row.status, row.reward, dict(row.reward_parts)) == ("context_overflow", -0.5, {})
         assert (row.task_id, row.environment) == ("t", "e")
     # all that was sampled before, each token once, with its log-prob and version
-    answer = say(renderer, "hello")
+    answer = planes.say(renderer, "hello")
     assert [row.token_ids[row.loss_mask].tolist() for row in rows] == [answer] * 2
     assert all((row.logprobs[row.loss_mask] <= 0).all() for row in rows)
     assert all((row.policy_versions[row.loss_mask] == 0).all() for row in rows)
@@ -92,7 +92,7 @@ def test_a_session_that_ran_out_of_context_trains_with_the_reward_of_a_failed_on
     ],
 )
 def test_a_session_says_that_its_last_request_did_not_fit(
-    served_plane: ServedPlane,
+    served_plane: planes.ServedPlane,
     renderer: Renderer,
     again: bool,
     report: dict[str, Any],
@@ -116,7 +116,7 @@ def test_a_session_says_that_its_last_request_did_not_fit(
 
 @pytest.mark.parametrize("text", [UNPARSED, "no call"])
 def test_an_agent_that_ends_in_an_error_after_a_call_that_does_not_parse_failed_by_that(
-    served_plane: ServedPlane, renderer: Renderer, text: str
+    served_plane: planes.ServedPlane, renderer: Renderer, text: str
 ) -> None:
     serve(served_plane, renderer, text, session_attempts=1, was_warmed=True)
     [claim] = served_plane.claim()
@@ -136,7 +136,7 @@ def test_an_agent_that_ends_in_an_error_after_a_call_that_does_not_parse_failed_
 
 
 def test_a_session_that_ran_too_long_trains_with_what_was_answered_and_names_its_task(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     # the clock is looked at once a second, and then jumps by two at most
     serve(served_plane, renderer, session_timeout_s=2.5)
@@ -148,13 +148,13 @@ def test_a_session_that_ran_too_long_trains_with_what_was_answered_and_names_its
     wait_until(lambda: served_plane.get("/runs/run/batches/0")["ready"])
     sealed, [row] = sealed_rows(served_plane)
     assert (row.status, row.reward, row.task_id, row.environment) == ("timeout", -0.5, "t7", "shop")
-    assert row.token_ids[row.loss_mask].tolist() == say(renderer, "hello")
+    assert row.token_ids[row.loss_mask].tolist() == planes.say(renderer, "hello")
     assert sealed["failures"] == {"timeout": 1}
     assert served_plane.get("/runs/run")["last_error"] == "ran longer than 2.5 s"
 
 
 def test_an_answer_that_is_scored_too_late_is_no_fault_of_the_policy(
-    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plane, "SWEEP_S", 0.02)
     serve(served_plane, renderer, score_timeout_s=0.5, session_attempts=1)
@@ -169,7 +169,7 @@ def test_an_answer_that_is_scored_too_late_is_no_fault_of_the_policy(
     ("rule", "status"), [("retry_then_zero", "agent_error"), ("retry_then_exclude", None)]
 )
 def test_what_is_tried_again_ends_as_its_rule_says(
-    served_plane: ServedPlane, renderer: Renderer, rule: str, status: str | None
+    served_plane: planes.ServedPlane, renderer: Renderer, rule: str, status: str | None
 ) -> None:
     serve(served_plane, renderer, on_failure={"agent_error": rule}, session_attempts=2, groups_per_batch=2)
     for attempt in range(2):
@@ -191,7 +191,7 @@ def test_what_is_tried_again_ends_as_its_rule_says(
 
 @pytest.mark.parametrize("finishes", [False, True])
 def test_without_a_sampled_token_there_is_nothing_to_train(
-    served_plane: ServedPlane, renderer: Renderer, finishes: bool
+    served_plane: planes.ServedPlane, renderer: Renderer, finishes: bool
 ) -> None:
     serve(served_plane, renderer, session_attempts=2)
     for _ in range(2):
@@ -205,7 +205,9 @@ def test_without_a_sampled_token_there_is_nothing_to_train(
     assert sealed_rows(served_plane)[0]["rejected"] == {"0": "context_overflow"}
 
 
-def test_held_out_sessions_fail_by_the_same_rule(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_held_out_sessions_fail_by_the_same_rule(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     serve(served_plane, renderer, num_batches=0, session_attempts=2)
     served_plane.post("/runs/run/evaluations/0", {"num_tasks": 4})
     good, overflowed, never_asked, raised = served_plane.claim(4)
@@ -233,7 +235,7 @@ def test_held_out_sessions_fail_by_the_same_rule(served_plane: ServedPlane, rend
 
 
 def test_what_failed_is_tried_with_other_draws_and_what_was_lost_with_the_same(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     serve(served_plane, renderer, group_size=2, session_attempts=4)
     failing, lost = served_plane.claim(2)
@@ -264,7 +266,7 @@ def fail_to_export(monkeypatch: pytest.MonkeyPatch, session_id: str) -> None:
 
 @pytest.mark.parametrize("is_over_time", [False, True])
 def test_a_session_that_cannot_be_exported_is_given_out_again_and_then_excludes_its_group(
-    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, is_over_time: bool
+    served_plane: planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, is_over_time: bool
 ) -> None:
     monkeypatch.setattr(plane, "SWEEP_S", 0.02)
     serve(
@@ -293,7 +295,7 @@ def test_a_session_that_cannot_be_exported_is_given_out_again_and_then_excludes_
     assert sentence in status["last_error"]
 
 
-def next_claim(served_plane: ServedPlane, running: str) -> str:
+def next_claim(served_plane: planes.ServedPlane, running: str) -> str:
     """Id of the next session given out; `running` occupies the only place until it is over."""
     found: list[dict[str, Any]] = []
     wait_until(lambda: bool(found.extend(served_plane.claim(1, running=[running])) or found))
@@ -301,7 +303,7 @@ def next_claim(served_plane: ServedPlane, running: str) -> str:
 
 
 def test_a_held_out_session_that_cannot_be_exported_does_not_hold_back_the_others(
-    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(served_plane, renderer, num_batches=0, session_attempts=1)
     served_plane.post("/runs/run/evaluations/0", {"num_tasks": 2})
@@ -316,7 +318,7 @@ def test_a_held_out_session_that_cannot_be_exported_does_not_hold_back_the_other
 
 
 def test_a_session_that_an_agent_opened_and_that_cannot_be_exported_ends(
-    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(served_plane, renderer)
     opened = served_plane.client.post("/sessions", {"run_id": "run"})
@@ -332,7 +334,7 @@ def test_a_session_that_an_agent_opened_and_that_cannot_be_exported_ends(
 
 @pytest.mark.parametrize("status", ["agent_error", "reward_error", "unparsed_call"])
 def test_a_batch_of_failures_ends_the_attempt_and_a_later_one_begins_new_groups(
-    served_plane: ServedPlane, renderer: Renderer, status: str
+    served_plane: planes.ServedPlane, renderer: Renderer, status: str
 ) -> None:
     rules = {"on_failure": {"agent_error": "zero", "reward_error": "zero"}, "groups_per_batch": 2}
     serve(served_plane, renderer, UNPARSED if status == "unparsed_call" else "hello", **rules)
@@ -348,7 +350,7 @@ def test_a_batch_of_failures_ends_the_attempt_and_a_later_one_begins_new_groups(
     assert served_plane.get("/runs/run")["counters"]["rejected_groups.all_failed"] == 2
 
     served_plane.register(group_size=1, attempt=2, **rules)
-    served_plane.connect(lambda prompt, seed: say(renderer, "hello"), lease="r1", attempt=2)
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "hello"), lease="r1", attempt=2)
     assert served_plane.get("/runs/run/batches/0", wait_s=0.0)["fault"] == ""
     for claim in served_plane.claim(2, runner="a1"):
         assert ask(served_plane, claim, HI) == 200
@@ -366,7 +368,7 @@ def test_a_batch_of_failures_ends_the_attempt_and_a_later_one_begins_new_groups(
     ],
 )
 def test_a_batch_that_failed_by_what_the_policy_did_is_trained_on(
-    served_plane: ServedPlane, renderer: Renderer, cause: str, text: str, spec: dict[str, Any]
+    served_plane: planes.ServedPlane, renderer: Renderer, cause: str, text: str, spec: dict[str, Any]
 ) -> None:
     serve(served_plane, renderer, text, on_failure={"agent_error": "zero"}, **spec)
     [claim] = served_plane.claim()
@@ -377,7 +379,7 @@ def test_a_batch_that_failed_by_what_the_policy_did_is_trained_on(
 
 
 def test_an_error_of_its_code_is_the_agents_whatever_the_policy_answered(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     serve(served_plane, renderer, UNPARSED, session_attempts=1, was_warmed=True)
     [claim] = served_plane.claim()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +12,10 @@ from hypothesis import strategies as st
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs import sealing
 from sf_core.reports.view import RunView
-from storage.run_directory import RunDirectory
-from storage.tables.schema import NOT_SAMPLED, Trajectory
-from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.run_driver import Driver, driving
-from tests.properties import examples
+from storage.tables.schema import NOT_SAMPLED
+from tests.bench.dataplane import run_driver
+from tests.bench.dataplane.served_runs import stored
+from tests.bench.properties import examples
 
 OPERATIONS = [
     *("open", "open", "finish_opened", "finish_opened", "fail_opened", "store", "store_without_record"),
@@ -26,13 +24,7 @@ OPERATIONS = [
 ]
 
 
-def stored(run_dir: Path) -> list[tuple[int, Trajectory]]:
-    """All rows, with the policy version of their folder."""
-    files = RunDirectory(str(run_dir)).list_partitions("opened")
-    return [(v, row) for v, uris in files.items() for uri in uris for row in to_rows(read_trajectories(uri))]
-
-
-def check(driver: Driver) -> None:
+def check(driver: run_driver.Driver) -> None:
     rows = stored(driver.folder / "run")
     assert Counter(row.branch_id for _, row in rows) == Counter({row.branch_id for _, row in rows})
     trained: Counter[str] = Counter()
@@ -59,7 +51,7 @@ def check(driver: Driver) -> None:
 async def test_every_finished_session_is_stored_once_wherever_storing_breaks_off(
     model_dir: str, renderer: Renderer, operations: list[str]
 ) -> None:
-    async with driving(model_dir, renderer) as driver:
+    async with run_driver.driving(model_dir, renderer) as driver:
         await driver.register()
         await driver.do(*operations, "restart")
         await driver.check_restart()
@@ -68,7 +60,9 @@ async def test_every_finished_session_is_stored_once_wherever_storing_breaks_off
         assert not driver.run.state.results.opened
 
 
-async def test_what_cannot_be_written_waits(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_cannot_be_written_waits(
+    driver: run_driver.Driver, caplog: pytest.LogCaptureFixture
+) -> None:
     await driver.register()
     in_the_way = driver.folder / "run" / "opened"
     in_the_way.touch()
@@ -84,7 +78,7 @@ async def test_what_cannot_be_written_waits(driver: Driver, caplog: pytest.LogCa
 
 
 async def test_the_journal_stays_bounded_where_no_batch_is_ever_sealed(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    driver: run_driver.Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sealing, "SPARE_BYTES", 10_000)
     await driver.register()
@@ -97,7 +91,7 @@ async def test_the_journal_stays_bounded_where_no_batch_is_ever_sealed(
     check(driver)
 
 
-async def test_a_session_is_found_by_its_id(driver: Driver) -> None:
+async def test_a_session_is_found_by_its_id(driver: run_driver.Driver) -> None:
     await driver.register()
     await driver.do("open", "finish_opened", "store")
     [session_id] = driver.finished

@@ -15,11 +15,9 @@ from sf_core.dataplane.bodies import ClaimBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs import claiming
 from sf_core.recipes.group_rewards import majority
-from tests.bench.dataplane.planes import ServedPlane, say
-from tests.bench.dataplane.run_driver import Driver, driving
-from tests.patience import wait_until
-from tests.properties import examples
-from tests.sf_core.dataplane.runs.test_scoring import ask_for_an_answer, run_runner
+from tests.bench import dataplane
+from tests.bench.properties import examples
+from tests.bench.waits import wait_until
 
 OPERATIONS = [
     *("take", "take", "answer", "answer", "answer", "fail", "judge_group", "judge_group", "judge_part"),
@@ -32,14 +30,14 @@ ANSWERED = ["take", "take", "answer", "answer", "answer"]
 RULES: dict[str, Any] = {"judges_groups": True, "group_size": 3, "gate": "all", "session_attempts": 2}
 
 
-async def answered(driver: Driver, number: int, **rules: Any) -> None:
+async def answered(driver: dataplane.run_driver.Driver, number: int, **rules: Any) -> None:
     """So many sessions of the first group have answered."""
     await driver.register(**RULES | rules)
     await driver.do("take", "take", *["answer"] * number)
 
 
 async def test_answers_wait_for_the_last_of_their_group_without_ageing_and_go_to_one_runner(
-    driver: Driver,
+    driver: dataplane.run_driver.Driver,
 ) -> None:
     await answered(driver, 2)
     waiting = [s for s in driver.run.sessions.values() if s.answer is not None]
@@ -55,7 +53,7 @@ async def test_answers_wait_for_the_last_of_their_group_without_ageing_and_go_to
     assert driver.ledger.groups[0].is_complete
 
 
-async def test_a_judge_may_drop_the_group(driver: Driver) -> None:
+async def test_a_judge_may_drop_the_group(driver: dataplane.run_driver.Driver) -> None:
     await answered(driver, 3)
     given = await driver.claimed("c", 1)
     await driver.report_all(given, status="failed", cause="group")
@@ -67,7 +65,7 @@ async def test_a_judge_may_drop_the_group(driver: Driver) -> None:
 
 @pytest.mark.parametrize("num_scored", [0, 1, 2])
 async def test_without_its_judge_a_group_is_judged_again_from_all_answers_or_rejected(
-    driver: Driver, num_scored: int
+    driver: dataplane.run_driver.Driver, num_scored: int
 ) -> None:
     await answered(driver, 3)
     given = await driver.claimed("c", 1)
@@ -79,7 +77,7 @@ async def test_without_its_judge_a_group_is_judged_again_from_all_answers_or_rej
 
 
 async def test_a_judge_that_was_lost_and_reports_late_leaves_no_group_that_is_half_judged(
-    driver: Driver,
+    driver: dataplane.run_driver.Driver,
 ) -> None:
     await answered(driver, 3)
     given = await driver.claimed("c", 1)
@@ -91,7 +89,7 @@ async def test_a_judge_that_was_lost_and_reports_late_leaves_no_group_that_is_ha
 
 
 async def test_an_answer_that_ends_before_its_judge_has_it_leaves_the_others_waiting_for_another(
-    driver: Driver,
+    driver: dataplane.run_driver.Driver,
 ) -> None:
     await answered(driver, 3)
     first, *others = [s for s in driver.run.sessions.values() if s.answer is not None]
@@ -106,7 +104,7 @@ async def test_an_answer_that_ends_before_its_judge_has_it_leaves_the_others_wai
 
 @pytest.mark.parametrize("judges_groups", [False, True])
 async def test_answers_that_would_be_scored_in_another_way_are_given_again_by_a_later_attempt(
-    driver: Driver, judges_groups: bool
+    driver: dataplane.run_driver.Driver, judges_groups: bool
 ) -> None:
     await answered(driver, 2, judges_groups=not judges_groups)
     await driver.register(judges_groups=judges_groups, attempt=2)
@@ -115,7 +113,9 @@ async def test_answers_that_would_be_scored_in_another_way_are_given_again_by_a_
     assert [session.answer for session in given] == [None] * 3
 
 
-async def test_an_answer_waits_without_ageing_although_its_task_is_told_later(driver: Driver) -> None:
+async def test_an_answer_waits_without_ageing_although_its_task_is_told_later(
+    driver: dataplane.run_driver.Driver,
+) -> None:
     await answered(driver, 2)
     tasks = {"run.g0.0.a0": TaskName(task_id="t", environment="e")}
     await claiming.claim(driver.run, ClaimBody(runner="b1", max=0, tasks=tasks))
@@ -124,14 +124,16 @@ async def test_an_answer_waits_without_ageing_although_its_task_is_told_later(dr
 
 
 async def test_an_answer_that_came_before_the_end_of_its_agent_was_told_ages_all_the_same(
-    driver: Driver,
+    driver: dataplane.run_driver.Driver,
 ) -> None:
     await answered(driver, 3)
     await claiming.claim(driver.run, ClaimBody(runner="b1", max=0, answered=["run.g0.0.a0"]))
     assert driver.run.sessions["run.g0.0.a0"].began_at == driver.run.state.serving_s
 
 
-async def test_a_reward_that_is_refused_leaves_no_group_that_is_half_judged(driver: Driver) -> None:
+async def test_a_reward_that_is_refused_leaves_no_group_that_is_half_judged(
+    driver: dataplane.run_driver.Driver,
+) -> None:
     await answered(driver, 3, success={"part": "answer"})
     given = await driver.claimed("c", 1)
     parts = [{"answer": 1.0}, {"other": 1.0}, {"answer": 0.0}]
@@ -143,7 +145,9 @@ async def test_a_reward_that_is_refused_leaves_no_group_that_is_half_judged(driv
     assert driver.ledger.rejected == {0: "half_judged"}
 
 
-async def test_a_group_is_judged_without_a_session_that_failed_for_good(driver: Driver) -> None:
+async def test_a_group_is_judged_without_a_session_that_failed_for_good(
+    driver: dataplane.run_driver.Driver,
+) -> None:
     await answered(driver, 2, session_attempts=1, least_sessions=2)
     await driver.report(driver.run.sessions["run.g0.2.a0"], status="failed")
     given = await driver.claimed("c", 1)
@@ -160,7 +164,7 @@ async def test_a_group_is_judged_without_a_session_that_failed_for_good(driver: 
 async def test_no_group_is_judged_from_a_part_of_its_answers_whatever_happens(
     model_dir: str, renderer: Renderer, operations: list[str]
 ) -> None:
-    async with driving(model_dir, renderer) as driver:
+    async with dataplane.run_driver.driving(model_dir, renderer) as driver:
         await driver.register(**RULES)
         for operation in operations:
             await driver.do(operation)
@@ -171,7 +175,7 @@ async def test_no_group_is_judged_from_a_part_of_its_answers_whatever_happens(
 
 
 def test_an_answer_that_comes_back_to_be_judged_before_its_report_is_answered_stays_with_its_runner(
-    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     post = Reports._post
 
@@ -185,13 +189,13 @@ def test_an_answer_that_comes_back_to_be_judged_before_its_report_is_answered_st
     # every claim names the runner's sessions
     monkeypatch.setattr("sf_core.agents.runner.BEAT_S", 0.0)
     served_plane.register(group_size=3, groups_per_batch=4, judges_groups=True)
-    served_plane.connect(lambda prompt, seed: say(renderer, "x"))
+    served_plane.connect(lambda prompt, seed: dataplane.planes.say(renderer, "x"))
 
     async def group_reward(task: Any, answers: list[Any]) -> list[float]:
         await asyncio.sleep(0.1)
         return [1.0] * len(answers)
 
-    run_runner(served_plane, "a0", "agent", group_reward=group_reward)
+    dataplane.served_runs.run_runner(served_plane, "a0", "agent", group_reward=group_reward)
     wait_until(lambda: bool(served_plane.get("/runs/run/batches/0")["ready"]))
     counters = served_plane.get("/runs/run")["counters"]
     assert not [name for name in counters if name.startswith("rejected_groups.")]
@@ -199,11 +203,11 @@ def test_an_answer_that_comes_back_to_be_judged_before_its_report_is_answered_st
 
 
 def test_runners_make_a_batch_whose_groups_are_judged_by_majority(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: dataplane.planes.ServedPlane, renderer: Renderer
 ) -> None:
     said = iter(["four", "Four ", "five"] * 1000)
     served_plane.register(group_size=3, groups_per_batch=2, judges_groups=True)
-    served_plane.connect(lambda prompt, seed: say(renderer, "x"))
+    served_plane.connect(lambda prompt, seed: dataplane.planes.say(renderer, "x"))
     seen: list[int] = []
 
     def group_reward(task: Any, answers: list[Any]) -> list[float] | None:
@@ -211,10 +215,10 @@ def test_runners_make_a_batch_whose_groups_are_judged_by_majority(
         return majority(task, answers)
 
     async def agent(task: Any, endpoint: Any) -> str:
-        await ask_for_an_answer(task, endpoint)
+        await dataplane.served_runs.ask_for_an_answer(task, endpoint)
         return next(said)
 
-    run_runner(served_plane, "a0", "agent", agent=agent, group_reward=group_reward)
+    dataplane.served_runs.run_runner(served_plane, "a0", "agent", agent=agent, group_reward=group_reward)
     wait_until(lambda: bool(served_plane.get("/runs/run/batches/0")["ready"]))
     sealed = served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert sealed["sessions"] == 6 and set(seen) == {3}

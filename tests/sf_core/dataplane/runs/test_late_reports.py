@@ -13,7 +13,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs.results import MAX_OPENED_ENDS, Ends, digest_of
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from tests.bench.dataplane.planes import ServedPlane, say
-from tests.patience import wait_until
+from tests.bench.waits import wait_until
 
 FINISHED = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "test"}
 FAILED = {"status": "failed", "error": "it broke"}

@@ -15,10 +15,9 @@ from sf_core.dataplane.bodies import ClaimBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.status import batch_status, evaluation_status, work_of
 from sf_core.dataplane.runs import claiming, decide
-from tests.bench.dataplane.planes import attended, finish, running_app
-from tests.bench.dataplane.run_driver import Driver, driving
-from tests.patience import patience
-from tests.sf_core.dataplane.gateway.test_observed import figures
+from tests.bench import dataplane
+from tests.bench.dataplane import planes
+from tests.bench.waits import patience
 
 KB = 1 / 1024
 """A kilobyte in MB."""
@@ -29,12 +28,12 @@ NOTHING = 0.001 * KB
 REASON = "of 0.0 MB held, so groups start one at a time: raise --memory-mb"
 
 
-def count_begun(driver: Driver) -> int:
+def count_begun(driver: dataplane.run_driver.Driver) -> int:
     """Number of groups begun that are not complete."""
     return sum(not group.is_complete for group in driver.ledger.groups.values())
 
 
-def check_account(driver: Driver) -> None:
+def check_account(driver: dataplane.run_driver.Driver) -> None:
     """The account of what is held is exact."""
     state = driver.run.state
     results = [*state.results.by_place.values(), *state.results.opened.values()]
@@ -57,7 +56,7 @@ def check_account(driver: Driver) -> None:
 async def test_above_the_bound_is_only_what_groups_that_have_begun_add(
     model_dir: str, renderer: Renderer, bound_kb: float, operations: list[str]
 ) -> None:
-    async with driving(model_dir, renderer) as driver:
+    async with dataplane.run_driver.driving(model_dir, renderer) as driver:
         await driver.move("narrow", memory_mb=bound_kb * KB)
         await driver.register()
         for operation in operations:
@@ -70,7 +69,9 @@ async def test_above_the_bound_is_only_what_groups_that_have_begun_add(
                 assert count_begun(driver) <= max(num_begun, 1)
 
 
-async def test_a_run_without_room_finishes_its_batches_and_says_why_it_is_slow(driver: Driver) -> None:
+async def test_a_run_without_room_finishes_its_batches_and_says_why_it_is_slow(
+    driver: dataplane.run_driver.Driver,
+) -> None:
     await driver.move("narrow", memory_mb=NOTHING)
     await driver.register(gate="all", groups_per_batch=3)
     await driver.evaluate()
@@ -88,7 +89,7 @@ async def test_a_run_without_room_finishes_its_batches_and_says_why_it_is_slow(d
 
 
 async def test_members_of_groups_that_have_begun_and_held_out_sessions_are_given_out_all_the_same(
-    driver: Driver,
+    driver: dataplane.run_driver.Driver,
 ) -> None:
     await driver.move("narrow", memory_mb=NOTHING)
     await driver.register()
@@ -105,7 +106,7 @@ async def test_members_of_groups_that_have_begun_and_held_out_sessions_are_given
 
 
 async def test_a_claim_that_waits_for_memory_is_answered_when_another_run_gives_some_back(
-    driver: Driver,
+    driver: dataplane.run_driver.Driver,
 ) -> None:
     await driver.move("narrow", memory_mb=4 * KB)
     await driver.register(run_id="other", run_dir=str(driver.folder / "other"), group_size=4)
@@ -126,7 +127,7 @@ async def test_a_claim_that_waits_for_memory_is_answered_when_another_run_gives_
 def test_sessions_from_outside_are_refused_until_there_is_room(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
-    with running_app(memory_mb=4 * KB) as url, attended(url, tmp_path, model_dir) as plane:
+    with planes.running_app(memory_mb=4 * KB) as url, planes.attended(url, tmp_path, model_dir) as plane:
         plane.register(group_size=1, groups_per_batch=1)
         plane.connect(lambda prompt, seed: renderer.encode("yes").tolist())
         opened = [plane.client.post("/sessions", {"run_id": "run"})["session_id"] for _ in range(2)]
@@ -143,14 +144,14 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             path = f"/sessions/{claim['session_id']}"
             agent.submit(plane.post, f"{path}/v1/chat/completions", body, claim["key"]).result(patience())
-        held = figures(plane)
+        held = dataplane.figures.figures(plane)
         assert held["sf_memory_bytes",] > held["sf_memory_bound_bytes",] == 4096
-        finish(plane, claim)
+        planes.finish(plane, claim)
         assert "sf_memory" in plane.http.get("/metrics").text
         for name in opened:
             plane.post(f"/sessions/{name}/finish", {"status": "failed"})
         plane.post("/runs/run/batches/0/seal", {"attempt": 1})
-        assert figures(plane)["sf_memory_bytes",] == 0
+        assert dataplane.figures.figures(plane)["sf_memory_bytes",] == 0
         plane.client.post("/sessions", {"run_id": "run"})
 
 
@@ -158,7 +159,7 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
 def test_the_names_of_a_session_from_outside_are_memory_too(
     tmp_path: Path, model_dir: str, field: str
 ) -> None:
-    with running_app(memory_mb=1) as url, attended(url, tmp_path, model_dir) as plane:
+    with planes.running_app(memory_mb=1) as url, planes.attended(url, tmp_path, model_dir) as plane:
         plane.register()
         body = {"run_id": "run", field: "x" * 2**21}
         plane.client.post("/sessions", body)
@@ -176,7 +177,7 @@ def test_the_names_of_a_session_from_outside_are_memory_too(
 def test_what_is_reported_of_an_open_session_is_memory_too(
     tmp_path: Path, model_dir: str, route: str, report: dict[str, Any]
 ) -> None:
-    with running_app(memory_mb=1) as url, attended(url, tmp_path, model_dir) as plane:
+    with planes.running_app(memory_mb=1) as url, planes.attended(url, tmp_path, model_dir) as plane:
         plane.register()
         opened = plane.client.post("/sessions", {"run_id": "run"})
         plane.client.post(f"/sessions/{opened['session_id']}/{route}", report)

@@ -8,29 +8,29 @@ from typing import Any
 from sf_core.agents.reports import NOT_NOW
 from sf_core.dataplane.chat.renderer import Renderer
 from storage.tables.trajectories import read_trajectories, to_rows
+from tests.bench.dataplane import planes
 from tests.bench.dataplane.full_disk import no_more_files
-from tests.bench.dataplane.planes import ServedPlane, finish, say
 
 TEXT = "the answer is 42."
 REMEDY = "Raise the limit on open files (`ulimit -n`) or lower --max-connections"
 
 
-def trained_tokens(plane: ServedPlane, sealed: dict[str, Any]) -> list[int]:
+def trained_tokens(plane: planes.ServedPlane, sealed: dict[str, Any]) -> list[int]:
     [file] = sealed["files"]
     rows = to_rows(read_trajectories(str(Path(plane.run_dir, "run", file["uri"]))))
     return [token for row in rows for token in row.token_ids[row.loss_mask].tolist()]
 
 
 def test_a_session_is_stored_once_when_files_can_be_opened_again(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     plane = served_plane
     plane.register(group_size=1, groups_per_batch=1)
-    plane.connect(lambda prompt, seed: say(renderer, TEXT))
+    plane.connect(lambda prompt, seed: planes.say(renderer, TEXT))
     [claim] = plane.claim()
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     plane.post(f"/sessions/{claim['session_id']}/v1/chat/completions", body)
-    finish(plane, claim)
+    planes.finish(plane, claim)
     where = "/runs/run/batches/0/seal"
     attempt = {"attempt": 1}
     with no_more_files():
@@ -44,7 +44,7 @@ def test_a_session_is_stored_once_when_files_can_be_opened_again(
             assert error["message"].endswith(f"). {REMEDY}, then send the request again.")
     assert refused.status_code in NOT_NOW
     sealed = plane.post(where, attempt)
-    assert trained_tokens(plane, sealed) == say(renderer, TEXT)
+    assert trained_tokens(plane, sealed) == planes.say(renderer, TEXT)
     assert plane.post(where, attempt) == sealed
     stream = "/runs/run/batches/0/stream"
     with no_more_files():

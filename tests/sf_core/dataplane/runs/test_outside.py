@@ -15,7 +15,7 @@ from sf_core.dataplane.runs.run import ServedRun
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import TrajectoryKind, read_trajectories, to_rows
 from tests.bench.dataplane.run_driver import Driver, driving
-from tests.properties import examples
+from tests.bench.properties import examples
 
 OPERATIONS = [
     *("declare", "declare", "finish_outside", "finish_outside", "finish_outside", "fail_outside"),

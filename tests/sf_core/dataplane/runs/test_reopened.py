@@ -24,34 +24,28 @@ from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.view import session_tree
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import (
-    CALC,
-    ServedPlane,
-    ask,
-    ask_stream,
-    converse,
-    finish,
-    say,
-)
-from tests.patience import wait_until
+from tests.bench.dataplane import planes
+from tests.bench.waits import wait_until
 
 
-def test_the_journal_of_a_long_run_stays_bounded(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_the_journal_of_a_long_run_stays_bounded(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     """Turns of sealed sessions are dropped; what is left is enough for a restart."""
     served_plane.register(groups_per_batch=1, group_size=1)
-    served_plane.connect(lambda prompt, seed: say(renderer, "ok"))
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, "ok"))
     journal = served_plane.run_dir / "run" / "journal" / "run.journal"
     sizes = []
     for batch in range(6):
         [claim, *_] = served_plane.claim(1)
-        converse(served_plane, claim, 5, streamed=True)
-        finish(served_plane, claim)
+        planes.converse(served_plane, claim, 5, streamed=True)
+        planes.finish(served_plane, claim)
         served_plane.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
         served_plane.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
         sizes.append(journal.stat().st_size)
     assert sizes[-1] < 1.2 * sizes[1]
     [open_claim] = served_plane.claim(1)
-    converse(served_plane, open_claim, 2, streamed=True)
+    planes.converse(served_plane, open_claim, 2, streamed=True)
     run = reopened(journal)
     assert (run.state.ledger.next_batch, run.router.weights.version) == (6, 6)
     assert list(run.sessions) == [open_claim["session_id"]]
@@ -66,25 +60,25 @@ def first_event(journal: Path) -> RunEvent:
 
 
 def test_a_reopened_session_is_trained_on_as_the_living_one(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     """The whole tree comes back: extensions, edited histories, repeated requests, several samples, calls that
     were asked for, and prompts of ids; nothing remains of a prompt that was refused."""
     served_plane.register(group_size=1, groups_per_batch=1)
-    served_plane.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+    served_plane.connect(lambda prompt, seed: planes.say(renderer, f"answer {seed % 1000}"))
     [claim] = served_plane.claim()
     one = [{"role": "user", "content": "one"}]
     with OpenAI(
         base_url=f"{served_plane.url}/sessions/{claim['session_id']}/v1", api_key=claim["key"]
     ) as agent:
-        first = [{"role": "assistant", "content": ask(agent, one)}]
-        ask_stream(agent, [*one, *first, *one])
-        ask(agent, [*one, *first, *one, *first, *one])
-        ask_stream(agent, [*one, *first, {"role": "user", "content": "two"}])
-        ask(agent, one)
-        ask(agent, [{"role": "system", "content": "other"}, *one])
+        first = [{"role": "assistant", "content": planes.ask(agent, one)}]
+        planes.ask_stream(agent, [*one, *first, *one])
+        planes.ask(agent, [*one, *first, *one, *first, *one])
+        planes.ask_stream(agent, [*one, *first, {"role": "user", "content": "two"}])
+        planes.ask(agent, one)
+        planes.ask(agent, [{"role": "system", "content": "other"}, *one])
         agent.chat.completions.create(model="policy", messages=one, n=2)
-        calc: Any = {"tools": [CALC], "tool_choice": "required"}
+        calc: Any = {"tools": [planes.CALC], "tool_choice": "required"}
         agent.chat.completions.create(model="policy", messages=one, **calc)
         with pytest.raises(openai.BadRequestError):
             agent.completions.create(model="policy", prompt=[5] * 3000)
@@ -98,7 +92,7 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(
     report = FinishBody(status="finished", reward=1.0, task_id="t", environment="test")
     stop_ids = renderer.stop_token_ids
     exported = export_session(session, report, policy="policy", group_id="run.g0", stop_ids=stop_ids)
-    finish(served_plane, claim)
+    planes.finish(served_plane, claim)
     counters = served_plane.get("/runs/run")["counters"]
     assert {f"branches.{name}": n for name, n in session.branch_reasons.items()} == {
         name: n for name, n in counters.items() if name.startswith("branches.")
@@ -127,12 +121,12 @@ def reopened(journal: Path) -> ServedRun:
 
 
 def test_a_turn_nobody_waits_for_is_kept_but_never_trained(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(group_size=1, groups_per_batch=1, max_tokens=2000, context_length=10_000)
     long = renderer.encode("the " * 500).tolist() * 4
     served_plane.connect(
-        lambda prompt, seed: long if len(served_plane.asked) == 1 else say(renderer, "short")
+        lambda prompt, seed: long if len(served_plane.asked) == 1 else planes.say(renderer, "short")
     )
     [claim] = served_plane.claim()
     base = f"{served_plane.url}/sessions/{claim['session_id']}/v1"
@@ -142,19 +136,19 @@ def test_a_turn_nobody_waits_for_is_kept_but_never_trained(
         next(chunks)
         next(chunks)
     wait_until(lambda: served_plane.get("/runs/run")["counters"].get("abandoned_turns") == 1)
-    converse(served_plane, claim, 2, streamed=False)
+    planes.converse(served_plane, claim, 2, streamed=False)
     session = reopened(served_plane.run_dir / "run" / "journal" / "run.journal").sessions[claim["session_id"]]
     [abandoned] = session.abandoned
     assert 0 < len(abandoned.ids) < len(long)
     assert abandoned.ids.tolist() == long[: len(abandoned.ids)]
     assert abandoned.finish_reason == "abort"
-    finish(served_plane, claim)
+    planes.finish(served_plane, claim)
     sealed = served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})
-    assert sealed["sampled_tokens"] == 2 * len(say(renderer, "short"))
+    assert sealed["sampled_tokens"] == 2 * len(planes.say(renderer, "short"))
 
 
 def test_a_run_whose_journal_another_version_wrote_is_refused_with_a_sentence(
-    served_plane: ServedPlane,
+    served_plane: planes.ServedPlane,
 ) -> None:
     served_plane.register()
     journal = served_plane.run_dir / "run" / "journal" / "run.journal"

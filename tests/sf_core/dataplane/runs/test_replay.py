@@ -10,14 +10,14 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.runs.events import Finished
 from sf_core.dataplane.sessions.finished import FinishedSession
-from tests.bench.dataplane.run_driver import OPERATIONS, Driver, driving
-from tests.properties import examples
+from tests.bench.dataplane import run_driver
+from tests.bench.properties import examples
 
 MORE = ["restart", "begin_attempt", "go_on_after_release", "begin_anew", "name_task", "overflow"]
 
 
 @settings(max_examples=examples(50))
-@given(operations=st.lists(st.sampled_from([*OPERATIONS, *MORE]), max_size=40))
+@given(operations=st.lists(st.sampled_from([*run_driver.OPERATIONS, *MORE]), max_size=40))
 @example(operations=["claim", "name_task", "overflow"])
 @example(operations=["play", "go_on_after_release", *["play"] * 4, "seal"])
 @example(operations=["play", "begin_attempt", *["play"] * 4, "seal", "claim", "lose"])
@@ -30,7 +30,7 @@ MORE = ["restart", "begin_attempt", "go_on_after_release", "begin_anew", "name_t
 async def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
     model_dir: str, renderer: Renderer, operations: list[str]
 ) -> None:
-    async with driving(model_dir, renderer) as driver:
+    async with run_driver.driving(model_dir, renderer) as driver:
         await driver.register()
         await driver.do(*operations)
         await driver.check_restart()
@@ -42,7 +42,7 @@ async def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
 
 @pytest.mark.parametrize(("group_size", "num_kept"), [(4, 3), (3, 0)], ids=["begun", "complete and too old"])
 async def test_a_run_that_starts_over_finds_its_results_also_when_that_is_replayed(
-    driver: Driver, group_size: int, num_kept: int
+    driver: run_driver.Driver, group_size: int, num_kept: int
 ) -> None:
     await driver.register(group_size=group_size, groups_per_batch=4, gate="all")
     await driver.play()
@@ -57,7 +57,9 @@ async def test_a_run_that_starts_over_finds_its_results_also_when_that_is_replay
 
 
 @pytest.mark.parametrize("restarts", ["before", "after"])
-async def test_nothing_that_a_run_did_before_it_began_anew_counts(driver: Driver, restarts: str) -> None:
+async def test_nothing_that_a_run_did_before_it_began_anew_counts(
+    driver: run_driver.Driver, restarts: str
+) -> None:
     """Another version 0, tasks or seed: groups and evaluations begin again, under names that no agent has."""
     await driver.register(group_size=2, groups_per_batch=1, gate="all", origin="first")
     await driver.evaluate(1)
@@ -86,7 +88,7 @@ async def test_nothing_that_a_run_did_before_it_began_anew_counts(driver: Driver
 @pytest.mark.parametrize("knows_its_runs", [True, False])
 @pytest.mark.parametrize("committed", [2, 1, 0])
 async def test_after_the_loss_of_all_processes_the_flow_decides_where_to_go_on(
-    driver: Driver, committed: int, knows_its_runs: bool
+    driver: run_driver.Driver, committed: int, knows_its_runs: bool
 ) -> None:
     """Two batches were sealed. A flow that committed both or one goes on; one that lost both starts over
     with the finished sessions that are left."""

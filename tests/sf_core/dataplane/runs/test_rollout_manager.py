@@ -10,58 +10,41 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.simulation.rollout import Rollout
-from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, FailureRules, Rule
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.groups import Progress
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.recipes.curriculum import Curriculum, Sizes
 from sf_core.recipes.gates import All, Mixed, Varied
-from sf_core.recipes.outcomes import Result
-from tests.properties import examples
-
-RULES = RolloutConfig(group_size=2, groups_per_batch=2, session_attempts=2)
-
-
-def manager(lag_bound: int = 1, num_batches: int = 100, **changes: Any) -> Rollout:
-    return Rollout(RULES.model_copy(update=changes), lag_bound, num_batches)
-
-
-def got(reward: float) -> Result:
-    return Result(reward, reward, 1, "finished")
-
-
-def finish_all(manager: Rollout, claims: list[Claim], version: int = 0, reward: float = 1.0) -> None:
-    for claim in claims:
-        manager.note_started(claim, version)
-        manager.end(claim, got(reward), version)
+from tests.bench.properties import examples
+from tests.sf_core.dataplane.runs import rollouts
 
 
 def test_whole_groups_are_given_out_in_index_order() -> None:
-    claims = manager().claim(5)
+    claims = rollouts.manager().claim(5)
     assert [(c.place.group, c.place.member) for c in claims] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
 
 
 def test_no_more_groups_are_admitted_than_the_lag_bound_allows() -> None:
-    assert len(manager(lag_bound=0).claim(100)) == 1 * 2 * 2
-    assert len(manager(lag_bound=1).claim(100)) == 2 * 2 * 2
+    assert len(rollouts.manager(lag_bound=0).claim(100)) == 1 * 2 * 2
+    assert len(rollouts.manager(lag_bound=1).claim(100)) == 2 * 2 * 2
 
 
 def test_no_group_is_started_that_no_batch_needs() -> None:
-    assert len(manager(num_batches=1).claim(100)) == 1 * 2 * 2
-    assert manager(num_batches=0).claim(100) == []
+    assert len(rollouts.manager(num_batches=1).claim(100)) == 1 * 2 * 2
+    assert rollouts.manager(num_batches=0).claim(100) == []
 
 
 def test_while_memory_is_full_groups_of_the_next_batch_are_begun_one_at_a_time() -> None:
-    m = manager()
+    m = rollouts.manager()
     first, *_ = m.claim(1)
     # a group that has begun is given out whole, and none beside it
     assert decide.num_open_sessions(m, is_full=True) == 1
     [second] = m.claim(100, is_full=True)
     assert (first.place.group, second.place.group) == (0, 0)
-    finish_all(m, [first, second])
+    rollouts.finish_all(m, [first, second])
     assert decide.num_open_sessions(m, is_full=True) == 2
-    finish_all(m, m.claim(100, is_full=True))
+    rollouts.finish_all(m, m.claim(100, is_full=True))
     assert decide.readiness(m, 0).ready
     assert m.claim(100, is_full=True) == [], "the batch that may be sealed makes room"
     assert decide.num_open_sessions(m, is_full=True) == 0
@@ -70,77 +53,77 @@ def test_while_memory_is_full_groups_of_the_next_batch_are_begun_one_at_a_time()
 
 
 def test_groups_done_by_earlier_batches_are_not_given_out_again() -> None:
-    resumed = Rollout(RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
+    resumed = Rollout(rollouts.RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
     assert [claim.place.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
 
 
 def test_a_batch_is_ready_when_enough_groups_are_complete() -> None:
-    m = manager()
+    m = rollouts.manager()
     claims = m.claim(4)
-    finish_all(m, claims[:3])
+    rollouts.finish_all(m, claims[:3])
     assert decide.readiness(m, 0).waiting_for == "1 of 2 groups; 1 are in flight"
-    finish_all(m, claims[3:])
+    rollouts.finish_all(m, claims[3:])
     assert decide.readiness(m, 0).ready
     assert m.seal_next(0).groups == [0, 1]
 
 
 def test_the_sessions_left_are_those_missing_in_the_groups_that_have_come_furthest() -> None:
-    m = manager(lag_bound=0)
+    m = rollouts.manager(lag_bound=0)
     assert decide.num_sessions_left(m) == 4
     claims = m.claim(8)
-    finish_all(m, [claims[0], claims[2], claims[3]])
+    rollouts.finish_all(m, [claims[0], claims[2], claims[3]])
     assert decide.num_sessions_left(m) == 1
     m.start_evaluation(0, num_tasks=5)
     assert decide.num_sessions_left(m) == 6
 
 
 def test_what_may_run_ahead_of_the_next_batch_is_left_too() -> None:
-    m = manager(lag_bound=1, num_batches=2)
+    m = rollouts.manager(lag_bound=1, num_batches=2)
     claims = m.claim(8)
-    finish_all(m, claims[:3])
+    rollouts.finish_all(m, claims[:3])
     assert decide.num_sessions_left(m) == 5
-    finish_all(m, claims[3:4])
+    rollouts.finish_all(m, claims[3:4])
     m.seal_next(0)
     # no batch comes after the second
     assert decide.num_sessions_left(m) == 4
 
 
 def test_after_the_last_batch_only_held_out_sessions_are_left() -> None:
-    m = manager(num_batches=1)
-    finish_all(m, m.claim(4))
+    m = rollouts.manager(num_batches=1)
+    rollouts.finish_all(m, m.claim(4))
     m.seal_next(0)
     assert decide.num_sessions_left(m) == 0
 
 
 def test_a_straggling_session_holds_back_its_group_and_no_batch() -> None:
-    m = manager()
+    m = rollouts.manager()
     claims = m.claim(100)
-    finish_all(m, [claim for claim in claims if claim.place != claims[0].place])
+    rollouts.finish_all(m, [claim for claim in claims if claim.place != claims[0].place])
     assert m.seal_next(0).groups == [1, 2]
-    m.end(claims[0], got(1.0), 0)
+    m.end(claims[0], rollouts.got(1.0), 0)
     m.set_version(1)
     assert m.seal_next(1).groups == [0, 3]
 
 
 def test_a_batch_that_is_not_ready_cannot_be_sealed() -> None:
     with pytest.raises(ValueError, match="waiting for 2 of 2 groups"):
-        manager().seal_next(0)
+        rollouts.manager().seal_next(0)
 
 
 def test_a_failed_session_is_given_out_again_and_then_excludes_its_group() -> None:
-    m = manager()
+    m = rollouts.manager()
     first, second, *_ = m.claim(4)
     assert m.end_failed(first, "agent_error") == []
     [again] = m.claim(1)
     assert again == Claim(first.place, attempt=1, draw=1)
     assert m.end_failed(again, "agent_error") == [0]
     assert m.rejected == {0: "agent_error"}
-    assert m.end(second, got(1.0), 0) == []
+    assert m.end(second, rollouts.got(1.0), 0) == []
     assert m.claim(1)[0].place.group == 2
 
 
 def test_a_session_that_is_given_out_again_is_as_old_as_its_new_attempt() -> None:
-    m = manager()
+    m = rollouts.manager()
     [old] = m.claim(1)
     m.note_started(old, 0)
     m.lose(old)
@@ -152,7 +135,7 @@ def test_a_session_that_is_given_out_again_is_as_old_as_its_new_attempt() -> Non
 
 
 def test_a_group_is_as_old_as_its_oldest_session() -> None:
-    m = manager()
+    m = rollouts.manager()
     for version, claim in enumerate(m.claim(2)):
         m.note_started(claim, version)
     assert m.groups[0].min_version == 0
@@ -160,98 +143,98 @@ def test_a_group_is_as_old_as_its_oldest_session() -> None:
 
 def test_a_group_that_is_too_old_for_the_next_batch_is_rejected() -> None:
     """As a restart may find it, with other rules or versions."""
-    m = Rollout(RULES, 1, 100, next_batch=2, version=2)
+    m = Rollout(rollouts.RULES, 1, 100, next_batch=2, version=2)
     claims = m.claim(4)
     for claim, min_version in zip(claims, (0, 2, 1, 2), strict=True):
-        m.end(claim, got(1.0), min_version)
+        m.end(claim, rollouts.got(1.0), min_version)
     assert m.rejected == {0: "max_lag"}
     assert list(m.groups) == [1]
 
 
 def test_a_report_of_an_older_attempt_changes_nothing() -> None:
-    m = manager()
+    m = rollouts.manager()
     [old] = m.claim(1)
     m.lose(old)
     [new] = m.claim(1)
-    assert m.end(old, got(1.0), 0) == []
+    assert m.end(old, rollouts.got(1.0), 0) == []
     assert m.group_of(new) is not None
     assert m.groups[0].num_done == 0
 
 
 def test_the_varied_gate_rejects_groups_whose_rewards_are_equal() -> None:
-    m = manager(gate=Varied())
+    m = rollouts.manager(gate=Varied())
     claims = m.claim(4)
-    finish_all(m, claims[:2])
+    rollouts.finish_all(m, claims[:2])
     assert m.rejected == {0: "equal_rewards"}
-    m.end(claims[2], got(1.0), 0)
-    m.end(claims[3], got(0.0), 0)
+    m.end(claims[2], rollouts.got(1.0), 0)
+    m.end(claims[3], rollouts.got(0.0), 0)
     assert list(m.groups) == [1]
 
 
 def test_rewards_that_differ_by_rounding_only_are_equal() -> None:
-    m = manager(gate=Varied())
+    m = rollouts.manager(gate=Varied())
     first, second, *_ = m.claim(2)
-    m.end(first, got(0.1 + 0.2 + 0.3), 0)
-    assert m.end(second, got(0.3 + 0.2 + 0.1), 0) == [0]
+    m.end(first, rollouts.got(0.1 + 0.2 + 0.3), 0)
+    assert m.end(second, rollouts.got(0.3 + 0.2 + 0.1), 0) == [0]
     assert m.rejected == {0: "equal_rewards"}
 
 
 def test_with_wait_a_batch_waits_for_groups_that_would_grow_too_old() -> None:
-    m = manager(lag_bound=0)
+    m = rollouts.manager(lag_bound=0)
     claims = m.claim(4)
     m.set_version(0)
-    finish_all(m, claims[:2])
+    rollouts.finish_all(m, claims[:2])
     assert not decide.readiness(m, 0).ready
-    m = manager(lag_bound=1)
+    m = rollouts.manager(lag_bound=1)
     slow, *rest = m.claim(8)
     m.note_started(slow, 0)
-    finish_all(m, rest)
+    rollouts.finish_all(m, rest)
     assert m.seal_next(0).groups == [1, 2]
     m.set_version(1)
-    finish_all(m, m.claim(4), version=1)
+    rollouts.finish_all(m, m.claim(4), version=1)
     assert decide.readiness(m, 1).waiting_for == "groups that would exceed the lag bound of 1: [0]"
-    finish_all(m, [slow])
+    rollouts.finish_all(m, [slow])
     assert m.seal_next(1).groups == [0, 3]
 
 
 def test_a_batch_leaves_no_more_old_groups_behind_than_later_batches_can_hold() -> None:
-    m = manager(group_size=1, groups_per_batch=1, lag_bound=2)
+    m = rollouts.manager(group_size=1, groups_per_batch=1, lag_bound=2)
     old = m.claim(3)
     for claim in old:
         m.note_started(claim, 0)
-    finish_all(m, [old[2]])
+    rollouts.finish_all(m, [old[2]])
     assert m.seal_next(0).groups == [2]
     m.set_version(1)
-    finish_all(m, m.claim(1), version=1)
+    rollouts.finish_all(m, m.claim(1), version=1)
     # groups 0 and 1 must both be consumed by batch 2: one of them has to go into batch 1
     assert not decide.readiness(m, 1).ready
-    finish_all(m, [old[1]])
+    rollouts.finish_all(m, [old[1]])
     assert m.seal_next(1).groups == [1]
 
 
 def test_with_drop_such_groups_are_dropped_whole() -> None:
-    m = manager(on_max_lag="drop")
+    m = rollouts.manager(on_max_lag="drop")
     slow, *rest = m.claim(8)
     m.note_started(slow, 0)
-    finish_all(m, rest)
+    rollouts.finish_all(m, rest)
     m.seal_next(0)
     m.set_version(1)
-    finish_all(m, m.claim(4), version=1)
+    rollouts.finish_all(m, m.claim(4), version=1)
     batch = m.seal_next(1)
     assert batch.groups == [3, 4]
     assert (batch.rejected, batch.dropped) == ({0: "max_lag"}, [0])
 
 
 def test_evaluations_come_first_and_end_also_when_tasks_keep_failing() -> None:
-    m = manager(session_attempts=1)
+    m = rollouts.manager(session_attempts=1)
     m.start_evaluation(version=3, num_tasks=2)
     first, second, train = m.claim(3)
     assert [c.place.split for c in (first, second, train)] == ["holdout", "holdout", "train"]
-    m.end(first, got(1.0), 3)
+    m.end(first, rollouts.got(1.0), 3)
     assert decide.worth(m, second, "agent_error", can_train=True) == 0.0
     m.end_failed(second, "agent_error")
     assert m.evaluations[3].is_complete
-    assert m.evaluations[3].results == (got(1.0),)
+    assert m.evaluations[3].results == (rollouts.got(1.0),)
 
 
 RETRY = "retry_then_zero"
@@ -274,7 +257,7 @@ def test_a_failure_is_worth_what_its_rule_says_in_training_and_held_out_alike(
     split: str, rule: Rule, can_train: bool, ends_at: int | None, ends_held_out_at: int
 ) -> None:
     """At which of three attempts it ends with the reward of a failed session; None: its group is left out."""
-    m = manager(session_attempts=3, on_failure=FailureRules(timeout=rule), failed_reward=-1.0)
+    m = rollouts.manager(session_attempts=3, on_failure=FailureRules(timeout=rule), failed_reward=-1.0)
     if split == "holdout":
         m.start_evaluation(0, num_tasks=1)
     expected = ends_at if split == "train" else ends_held_out_at
@@ -291,7 +274,7 @@ def test_a_failure_is_worth_what_its_rule_says_in_training_and_held_out_alike(
 
 
 def test_what_a_session_that_no_longer_counts_was_worth_changes_nothing() -> None:
-    m = manager()
+    m = rollouts.manager()
     [claim] = m.claim(1)
     m.lose(claim)
     assert decide.worth(m, claim, "timeout", can_train=True) is None
@@ -301,7 +284,7 @@ def test_what_a_session_that_no_longer_counts_was_worth_changes_nothing() -> Non
 def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> None:
     """One of 20 sessions runs out of context, every time that it is tried: most groups have one of them."""
     rules = FailureRules(context_overflow=rule)
-    m = manager(group_size=16, groups_per_batch=100, lag_bound=0, on_failure=rules)
+    m = rollouts.manager(group_size=16, groups_per_batch=100, lag_bound=0, on_failure=rules)
     places = [(group, member) for group in range(100) for member in range(16)]
     overlong = set(random.Random(4).sample(places, len(places) // 20))
     while not decide.readiness(m, 0).ready:
@@ -311,7 +294,7 @@ def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> N
             if worth is None:
                 m.end_failed(claim, "context_overflow")
             else:
-                m.end(claim, got(worth), 0)
+                m.end(claim, rollouts.got(worth), 0)
     batch = m.seal_next(0)
     hit = {group for group, _ in overlong}
     assert len(hit) > 50
@@ -321,34 +304,34 @@ def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> N
 
 
 def test_restored_sessions_are_not_given_out_again() -> None:
-    m = manager()
+    m = rollouts.manager()
     lost, kept, *_ = m.claim(4)
-    restored = manager()
+    restored = rollouts.manager()
     restored.note_given_out(lost)
     restored.note_given_out(kept)
-    restored.finish(kept, got(1.0), 0)
+    restored.finish(kept, rollouts.got(1.0), 0)
     restored.reject(1, "agent_error")
-    assert restored.claim(3) == [Claim(lost.place, 1), *manager().claim(6)[4:]]
+    assert restored.claim(3) == [Claim(lost.place, 1), *rollouts.manager().claim(6)[4:]]
 
 
 def test_every_batch_has_places_for_groups_from_outside_and_admits_no_more() -> None:
-    m = manager(groups_per_batch=3, outside_groups=1)
+    m = rollouts.manager(groups_per_batch=3, outside_groups=1)
     declared = [m.claim_from_outside(4), m.claim_from_outside(2), m.claim_from_outside(2)]
     assert [len(claims) for claims in declared] == [4, 2, 0], "one for each batch that the lag bound admits"
     inside = m.claim(100)
     assert len(inside) == 2 * 2 * 2 and not any(claim.is_outside for claim in inside)
-    finish_all(m, inside)
+    rollouts.finish_all(m, inside)
     assert decide.readiness(m, 0).waiting_for == "1 of 1 groups from outside; 2 are in flight"
-    finish_all(m, declared[0])
+    rollouts.finish_all(m, declared[0])
     assert m.seal_next(0).groups == [0, 2, 3]
     m.set_version(1)
     assert len(m.claim_from_outside(2)) == 2
-    assert manager().claim_from_outside(2) == []
+    assert rollouts.manager().claim_from_outside(2) == []
 
 
 @pytest.mark.parametrize("rule", [RETRY, EXCLUDE])
 def test_a_session_from_outside_is_not_tried_again(rule: Rule) -> None:
-    m = manager(outside_groups=2, on_failure=FailureRules(agent_error=rule), failed_reward=-1.0)
+    m = rollouts.manager(outside_groups=2, on_failure=FailureRules(agent_error=rule), failed_reward=-1.0)
     claim, other = m.claim_from_outside(2)
     worth = decide.worth(m, claim, "agent_error", can_train=True)
     assert worth == (-1.0 if rule == RETRY else None)
@@ -359,7 +342,7 @@ def test_a_session_from_outside_is_not_tried_again(rule: Rule) -> None:
 
 
 def test_held_out_tasks_are_given_to_agents_outside_and_again_after_a_failure() -> None:
-    m = manager(groups_per_batch=2, outside_groups=2)
+    m = rollouts.manager(groups_per_batch=2, outside_groups=2)
     assert m.claim_held_out(5) == []
     m.start_evaluation(0, num_tasks=3)
     first, second, third = m.claim_held_out(5)
@@ -393,7 +376,7 @@ class AnyRun(RuleBasedStateMachine):
     def begin(self, is_full: bool, outside_groups: int, groups_per_batch: int, **rules: Any) -> None:
         self.stays_full = is_full
         rules["outside_groups"] = min(outside_groups, groups_per_batch)
-        self.manager = manager(groups_per_batch=groups_per_batch, **rules)
+        self.manager = rollouts.manager(groups_per_batch=groups_per_batch, **rules)
         self.declared: dict[int, int] = {}
         self.running: list[Claim] = []
         self.sampled: dict[Claim, int] = {}
@@ -504,7 +487,7 @@ class AnyRun(RuleBasedStateMachine):
         place = claim.place
         if self.manager.group_of(claim) is not None:
             self.min_versions.setdefault(place.group, {})[place.member] = self.sampled[claim]
-        self.manager.end(claim, got(reward), self.sampled[claim])
+        self.manager.end(claim, rollouts.got(reward), self.sampled[claim])
 
     def sample_if_needed(self, claim: Claim) -> None:
         self.manager.note_started(claim, self.manager.version)

@@ -7,7 +7,7 @@ import pytest
 from sf_core.dataplane.control import plane as dataplane_module
 from sf_core.dataplane.runs import claiming
 from tests.bench.dataplane.run_driver import Driver
-from tests.patience import until
+from tests.bench.waits import until
 
 
 async def test_a_run_that_cannot_be_let_go_is_served_and_keeps_no_other_from_being_looked_after(

@@ -23,31 +23,22 @@ from sf_core.dataplane_key import account_key
 from storage.attempts import Attempt
 from storage.files import is_local
 from storage.run_directory import RunDirectory
-from tests.bench.dataplane.outside import END, HI, agents_at, await_stored, stored
-from tests.bench.dataplane.planes import (
-    ServedPlane,
-    answering,
-    attended,
-    operator_client,
-    running_process,
-    serving,
-)
+from tests.bench import dataplane, waits
 from tests.bench.refusals import check_sentence
-from tests.patience import join, wait_until
 
 
 @contextlib.contextmanager
-def process(folder: Path, model_dir: str, name: str, port: int = 0) -> Iterator[ServedPlane]:
+def process(folder: Path, model_dir: str, name: str, port: int = 0) -> Iterator[dataplane.planes.ServedPlane]:
     """A data plane in a process with a journal directory of its own, killed at the end."""
     options = ("--journal-dir", str(folder / name))
     with (
-        running_process(folder / f"{name}.port", port, *options) as url,
-        operator_client(url) as http,
+        dataplane.planes.running_process(folder / f"{name}.port", port, *options) as url,
+        dataplane.planes.operator_client(url) as http,
     ):
-        yield ServedPlane(url, http, folder, model_dir)
+        yield dataplane.planes.ServedPlane(url, http, folder, model_dir)
 
 
-def pid_of(plane: ServedPlane) -> int:
+def pid_of(plane: dataplane.planes.ServedPlane) -> int:
     port = int(plane.url.rsplit(":", 1)[1])
     children = psutil.Process().children(recursive=True)
     alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
@@ -55,22 +46,22 @@ def pid_of(plane: ServedPlane) -> int:
     return found[0]
 
 
-def begin(plane: ServedPlane, renderer: Renderer, attempt: int, **changes: Any) -> None:
+def begin(plane: dataplane.planes.ServedPlane, renderer: Renderer, attempt: int, **changes: Any) -> None:
     """Register an attempt as a flow does, with an engine."""
     run = RunDirectory(changes.get("run_dir", str(plane.run_dir / "run")))
     assert run.begin_attempt(Attempt(dataplane=plane.url)) == attempt
     plane.register(attempt=attempt, **changes)
-    plane.connect(answering(renderer, "yes"), f"r{attempt}", attempt=attempt)
+    plane.connect(dataplane.planes.answering(renderer, "yes"), f"r{attempt}", attempt=attempt)
 
 
-def open_and_ask(plane: ServedPlane) -> str:
+def open_and_ask(plane: dataplane.planes.ServedPlane) -> str:
     """A session with a turn."""
     session_id = plane.post("/sessions", {"run_id": "run"})["session_id"]
-    plane.post(f"/sessions/{session_id}/v1/chat/completions", HI)
+    plane.post(f"/sessions/{session_id}/v1/chat/completions", dataplane.outside.HI)
     return str(session_id)
 
 
-def refusal(plane: ServedPlane, path: str, body: Any) -> str:
+def refusal(plane: dataplane.planes.ServedPlane, path: str, body: Any) -> str:
     """Code and message of a refusal by 409."""
     response = plane.http.post(path, json=body)
     assert response.status_code == 409, response.text
@@ -79,7 +70,7 @@ def refusal(plane: ServedPlane, path: str, body: Any) -> str:
     return f"{error['code']}: {error['message']}"
 
 
-def register_refused(plane: ServedPlane, **changes: Any) -> str:
+def register_refused(plane: dataplane.planes.ServedPlane, **changes: Any) -> str:
     with pytest.raises(AssertionError) as refused:
         plane.register(**changes)
     return str(refused.value)
@@ -95,7 +86,7 @@ def test_a_second_data_plane_is_refused_and_after_a_kill_it_has_all_that_was_ack
     with process(tmp_path, model_dir, "b") as second:
         with process(tmp_path, model_dir, "a") as first:
             begin(first, renderer, 1)
-            with agents_at(first.url) as agents:
+            with dataplane.outside.agents_at(first.url) as agents:
                 agents.await_more()
                 told = register_refused(second, attempt=2)
                 for part in ("run_held", first.url, f"process {pid_of(first)} on ", "attempt 1", "end that"):
@@ -104,8 +95,8 @@ def test_a_second_data_plane_is_refused_and_after_a_kill_it_has_all_that_was_ack
             assert second.http.get("/runs/run").status_code == 404
         begin(second, renderer, 2)
         last = open_and_ask(second)
-        second.post(f"/sessions/{last}/finish", END)
-        await_stored(run_dir, [*agents.acknowledged, last])
+        second.post(f"/sessions/{last}/finish", dataplane.outside.END)
+        dataplane.outside.await_stored(run_dir, [*agents.acknowledged, last])
         with process(tmp_path, model_dir, "a", int(first.url.rsplit(":", 1)[1])) as again:
             # the run was open when it was killed, and is another's now
             assert again.get("/healthz") == {"runs": 0}
@@ -120,20 +111,25 @@ def test_a_stopped_data_plane_keeps_its_run_and_goes_on_when_it_is_continued(
         begin(first, renderer, 1)
         pid = pid_of(first)
         session_id = open_and_ask(first)
-        with agents_at(first.url) as agents:
+        with dataplane.outside.agents_at(first.url) as agents:
             agents.await_more()
             os.kill(pid, signal.SIGSTOP)
             try:
                 # an agent whose deadline is over before it gets an answer
                 with pytest.raises(httpx.ReadTimeout):
-                    first.http.post(f"/sessions/{session_id}/finish", json=END, timeout=3.0)
+                    first.http.post(f"/sessions/{session_id}/finish", json=dataplane.outside.END, timeout=3.0)
                 assert f"process {pid} on " in register_refused(second, attempt=2)
             finally:
                 os.kill(pid, signal.SIGCONT)
             # it sends its report again: the first one may have arrived
-            wait_until(lambda: first.http.post(f"/sessions/{session_id}/finish", json=END).status_code != 503)
+            waits.wait_until(
+                lambda: (
+                    first.http.post(f"/sessions/{session_id}/finish", json=dataplane.outside.END).status_code
+                    != 503
+                )
+            )
             agents.await_more()
-        await_stored(str(tmp_path / "run"), [*agents.acknowledged, session_id])
+        dataplane.outside.await_stored(str(tmp_path / "run"), [*agents.acknowledged, session_id])
 
 
 def test_after_a_failover_agents_that_go_on_find_all_that_was_acknowledged(
@@ -142,7 +138,7 @@ def test_after_a_failover_agents_that_go_on_find_all_that_was_acknowledged(
     with contextlib.ExitStack() as held:
         first = held.enter_context(process(tmp_path, model_dir, "a"))
         begin(first, renderer, 1)
-        agents = held.enter_context(agents_at(first.url))
+        agents = held.enter_context(dataplane.outside.agents_at(first.url))
         agents.await_more()
         os.kill(pid_of(first), signal.SIGKILL)
         port = int(first.url.rsplit(":", 1)[1])
@@ -151,7 +147,7 @@ def test_after_a_failover_agents_that_go_on_find_all_that_was_acknowledged(
         begin(again, renderer, 2)
         agents.await_more()
         agents.stop()
-        await_stored(str(tmp_path / "run"), agents.acknowledged)
+        dataplane.outside.await_stored(str(tmp_path / "run"), agents.acknowledged)
 
 
 def test_a_released_run_can_be_continued_at_another_data_plane_and_come_back(
@@ -161,11 +157,11 @@ def test_a_released_run_can_be_continued_at_another_data_plane_and_come_back(
     with process(tmp_path, model_dir, "a") as first, process(tmp_path, model_dir, "b") as second:
         for attempt, plane in enumerate((first, second, first), 1):
             # the release is recorded, and the last engine gone, a moment later
-            wait_until(lambda plane=plane, attempt=attempt: register_if_free(plane, attempt))
+            waits.wait_until(lambda plane=plane, attempt=attempt: register_if_free(plane, attempt))
             begin(plane, renderer, attempt)
             [claim] = plane.claim(1, runner=f"a{attempt}")
-            plane.post(f"/sessions/{claim['session_id']}/v1/chat/completions", HI)
-            plane.post(f"/sessions/{claim['session_id']}/finish", END)
+            plane.post(f"/sessions/{claim['session_id']}/v1/chat/completions", dataplane.outside.HI)
+            plane.post(f"/sessions/{claim['session_id']}/finish", dataplane.outside.END)
             ended.append(claim["session_id"])
             plane.post("/runs/run/release")
         status = first.get("/runs/run")
@@ -175,7 +171,7 @@ def test_a_released_run_can_be_continued_at_another_data_plane_and_come_back(
     assert status["counters"].get("finished_sessions", 0) <= 3
 
 
-def register_if_free(plane: ServedPlane, attempt: int) -> bool:
+def register_if_free(plane: dataplane.planes.ServedPlane, attempt: int) -> bool:
     """Whether the attempt can be registered; one that is registered again stays the same."""
     with contextlib.suppress(AssertionError):
         return bool(plane.register(attempt=attempt))
@@ -189,13 +185,13 @@ def test_a_run_whose_directory_was_removed_can_begin_again(
         begin(plane, renderer, 1, origin="first")
         session_id = open_and_ask(plane)
         shutil.rmtree(tmp_path / "run")
-        told = refusal(plane, f"/sessions/{session_id}/finish", END)
+        told = refusal(plane, f"/sessions/{session_id}/finish", dataplane.outside.END)
         assert told.startswith("journal_changed: ") and "moved or removed" in told
         begin(plane, renderer, 1, origin="second")
         session_id = open_and_ask(plane)
-        plane.post(f"/sessions/{session_id}/finish", END)
-        await_stored(str(tmp_path / "run"), [session_id])
-        assert list(stored(str(tmp_path / "run"))) == [session_id]
+        plane.post(f"/sessions/{session_id}/finish", dataplane.outside.END)
+        dataplane.outside.await_stored(str(tmp_path / "run"), [session_id])
+        assert list(dataplane.outside.stored(str(tmp_path / "run"))) == [session_id]
 
 
 # --- without a lock on a common journal
@@ -208,11 +204,11 @@ def no_locks(fd: int, operation: int) -> None:
 @contextlib.contextmanager
 def plane_in_thread(
     folder: Path, model_dir: str, name: str, *, has_locks: bool = True
-) -> Iterator[ServedPlane]:
+) -> Iterator[dataplane.planes.ServedPlane]:
     app = make_app(account_key(), DataplaneOptions(str(folder / name), grace_s=0.1), welcomes_strangers=True)
     if not has_locks:
         app.state.plane.owner.flock = no_locks
-    with serving(app) as url, attended(url, folder, model_dir) as plane:
+    with dataplane.planes.serving(app) as url, dataplane.planes.attended(url, folder, model_dir) as plane:
         yield plane
 
 
@@ -236,12 +232,14 @@ def test_a_superseded_data_plane_acknowledges_no_end(
         before, rewarded, left = (open_and_ask(first) for _ in range(3))
         [claim] = first.claim()
         first.post(f"/sessions/{rewarded}/reward", {"reward": 0.5})
-        first.post(f"/sessions/{before}/finish", END)
+        first.post(f"/sessions/{before}/finish", dataplane.outside.END)
         begin(second, renderer, 2, run_dir=run_dir)
         refused = {
             f"/sessions/{rewarded}/reward": {"reward": 1.0},
-            f"/sessions/{left}/finish": END,
-            "/runs/run/finished": {"sessions": [{"session_id": claim["session_id"], **END}]},
+            f"/sessions/{left}/finish": dataplane.outside.END,
+            "/runs/run/finished": {
+                "sessions": [{"session_id": claim["session_id"], **dataplane.outside.END}]
+            },
             "/sessions": {"run_id": "run"},
         }
         why = "Attempt 1 of run run was superseded by a later attempt" if has_locks else "journal_changed: "
@@ -249,8 +247,8 @@ def test_a_superseded_data_plane_acknowledges_no_end(
             assert why in refusal(first, path, body)
         assert "superseded" in register_refused(first, attempt=1, run_dir=run_dir)
         after = open_and_ask(second)
-        second.post(f"/sessions/{after}/finish", END)
-        await_stored(run_dir, [before, after])
+        second.post(f"/sessions/{after}/finish", dataplane.outside.END)
+        dataplane.outside.await_stored(run_dir, [before, after])
 
 
 def test_an_end_that_comes_while_a_flow_begins_another_attempt_is_acknowledged_once_it_is_registered(
@@ -263,16 +261,18 @@ def test_an_end_that_comes_while_a_flow_begins_another_attempt_is_acknowledged_o
         answers: list[int] = []
 
         def finish() -> None:
-            with operator_client(plane.url) as http:
-                answers.append(http.post(f"/sessions/{session_id}/finish", json=END).status_code)
+            with dataplane.planes.operator_client(plane.url) as http:
+                answers.append(
+                    http.post(f"/sessions/{session_id}/finish", json=dataplane.outside.END).status_code
+                )
 
         thread = threading.Thread(target=finish)
         thread.start()
-        wait_until(lambda: plane.http.get(f"/sessions/{session_id}").status_code == 404)
+        waits.wait_until(lambda: plane.http.get(f"/sessions/{session_id}").status_code == 404)
         plane.register(attempt=2, run_dir=run_dir)
-        join(thread)
+        waits.join(thread)
         assert answers == [200]
-        await_stored(run_dir, [session_id])
+        dataplane.outside.await_stored(run_dir, [session_id])
 
 
 def test_a_stopped_data_plane_of_a_remote_run_acknowledges_nothing_after_it_was_superseded(
@@ -282,17 +282,17 @@ def test_a_stopped_data_plane_of_a_remote_run_acknowledges_nothing_after_it_was_
     with process(tmp_path, model_dir, "a") as first, process(tmp_path, model_dir, "b") as second:
         begin(first, renderer, 1, run_dir=run_dir)
         pid = pid_of(first)
-        with agents_at(first.url) as agents:
+        with dataplane.outside.agents_at(first.url) as agents:
             agents.await_more()
             os.kill(pid, signal.SIGSTOP)
             try:
                 begin(second, renderer, 2, run_dir=run_dir)
-                with agents_at(second.url) as others:
+                with dataplane.outside.agents_at(second.url) as others:
                     others.await_more()
             finally:
                 os.kill(pid, signal.SIGCONT)
-            wait_until(lambda: agents.refusals[409] >= 3, "refusals of the superseded one")
+            waits.wait_until(lambda: agents.refusals[409] >= 3, "refusals of the superseded one")
             num_acknowledged = len(agents.acknowledged)
-            wait_until(lambda: agents.refusals[409] >= 6, "further refusals")
+            waits.wait_until(lambda: agents.refusals[409] >= 6, "further refusals")
             assert len(agents.acknowledged) == num_acknowledged
-        await_stored(run_dir, [*agents.acknowledged, *others.acknowledged])
+        dataplane.outside.await_stored(run_dir, [*agents.acknowledged, *others.acknowledged])

@@ -16,7 +16,7 @@ from sf_core.dataplane.errors import WrongField
 from sf_core.dataplane.runs import endings
 from sf_core.dataplane.sessions.session import Session
 from tests.bench.dataplane.run_driver import Driver, driving
-from tests.properties import examples
+from tests.bench.properties import examples
 
 OPERATIONS = [
     *("take", "take", "answer", "answer", "leave_one", "leave_stale", "judge", "judge", "fail"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.signals import Signal
-from tests.patience import patience
+from tests.bench.waits import patience
 
 MB = 2**20
 

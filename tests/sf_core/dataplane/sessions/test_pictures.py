@@ -23,8 +23,8 @@ from sf_core.dataplane.chat.messages import Message, list_pictures, tool_call
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.types import PictureSpan
-from tests.bench.dataplane.conversations import Record, check, family, shown, state_of, user
-from tests.properties import examples
+from tests.bench.dataplane import conversations
+from tests.bench.properties import examples
 
 WORDS = ("the quick", "brown fox", "naïve café", "42 and 30")
 SIZES = {"red": (28, 56), "blue": (28, 56), "wide": (28, 84), "tall": (84, 28), "dot": (28, 28)}
@@ -55,7 +55,7 @@ PARTS = st.lists(
 def cutting_family() -> Renderer:
     """The family whose template, if told so, shows of earlier answers only how they begin."""
     folder = mkdtemp(prefix="cuts-")
-    copytree(family("qwen2_5_vl").model_dir, folder, dirs_exist_ok=True)
+    copytree(conversations.family("qwen2_5_vl").model_dir, folder, dirs_exist_ok=True)
     template = Path(folder, "chat_template.jinja")
     source = template.read_text(encoding="utf-8").replace(
         "{{ content['text'] }}",
@@ -73,10 +73,10 @@ class Shown(RuleBasedStateMachine):
         """add_vision_id: the template counts pictures, so that it does not only append. cuts: it rewrites."""
         self.rng = random.Random(seed)
         self.renderer = cutting_family().with_options({option: True} if option else {})
-        self.record = Record(self.renderer)
-        self.undisturbed = Record(self.renderer)
+        self.record = conversations.Record(self.renderer)
+        self.undisturbed = conversations.Record(self.renderer)
         self.names: dict[int, str] = {}
-        self.open: list[list[Message]] = [[user("start")]]
+        self.open: list[list[Message]] = [[conversations.user("start")]]
 
     @rule(parts=PARTS, said=st.sampled_from(WORDS))
     def show(self, parts: list[dict[str, Any]], said: str) -> None:
@@ -111,15 +111,15 @@ class Shown(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        before = state_of(self.record.session)
+        before = conversations.state_of(self.record.session)
         self.record.restart()
-        assert state_of(self.record.session) == before
+        assert conversations.state_of(self.record.session) == before
 
     def teardown(self) -> None:
         if not hasattr(self, "record") or not self.record.turns:
             return
-        assert state_of(self.record.session) == state_of(self.undisturbed.session)
-        for row in check(self.record):
+        assert conversations.state_of(self.record.session) == conversations.state_of(self.undisturbed.session)
+        for row in conversations.check(self.record):
             expected = [part["sha256"] for part in list_pictures(json.loads(row.messages))]
             assert [span.sha256 for span in row.images] == expected
             self._check_spans(row.token_ids.tolist(), list(row.images))
@@ -141,7 +141,7 @@ class Shown(RuleBasedStateMachine):
         ids, spans = self.record.read(prompt)
         pictures = list_pictures(messages)
         assert [span.sha256 for span in spans] == [part["sha256"] for part in pictures]
-        assert shown(self.renderer, collapse(ids, spans)) == self.renderer.render(messages, [])
+        assert conversations.shown(self.renderer, collapse(ids, spans)) == self.renderer.render(messages, [])
         self._check_spans(ids, spans)
         named = prompt.full_ids()
         for span in spans:
@@ -167,7 +167,7 @@ TestShown.settings = settings(
 
 @pytest.fixture
 def seeing() -> Renderer:
-    return family("qwen2_5_vl")
+    return conversations.family("qwen2_5_vl")
 
 
 def test_prompts_that_differ_by_a_picture_share_nothing_behind_it(seeing: Renderer) -> None:
@@ -222,8 +222,8 @@ def spelled_conversations(draw: st.DrawFn) -> tuple[list[Message], list[Any]]:
 @given(given=spelled_conversations())
 def test_no_text_of_any_role_shows_a_picture_or_is_refused(given: tuple[list[Message], list[Any]]) -> None:
     messages, tools = given
-    seeing = family("qwen2_5_vl")
-    record = Record(seeing)
+    seeing = conversations.family("qwen2_5_vl")
+    record = conversations.Record(seeing)
     prompt = record.session.open_prompt(json.loads(json.dumps(messages)), tools, seeing)
     ids, spans = record.read(prompt)
     pictures = list_pictures(messages)
@@ -235,10 +235,10 @@ def test_no_text_of_any_role_shows_a_picture_or_is_refused(given: tuple[list[Mes
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_a_session_goes_on_whatever_its_policy_and_its_tools_spell(data: st.DataObject) -> None:
-    seeing = family("qwen2_5_vl")
+    seeing = conversations.family("qwen2_5_vl")
     assert seeing.sight is not None
-    record = Record(seeing)
-    messages = [user(data.draw(SPELLED))]
+    record = conversations.Record(seeing)
+    messages = [conversations.user(data.draw(SPELLED))]
     for _ in range(3):
         prompt = record.session.open_prompt(messages, [], seeing)
         said = data.draw(SPELLED)
@@ -248,7 +248,7 @@ def test_a_session_goes_on_whatever_its_policy_and_its_tools_spell(data: st.Data
         parts = data.draw(SPELLED_PARTS)
         messages = [*messages, turn.message, {"role": "user", "content": parts}]
     record.session.open_prompt(messages, [], seeing)
-    rows = check(record)
+    rows = conversations.check(record)
     sampled = [turn.ids.tolist() for turn in record.session.turns]
     trained = [row.token_ids[row.loss_mask].tolist() for row in rows]
     assert sorted(chain.from_iterable(trained)) == sorted(chain.from_iterable(sampled))
@@ -256,22 +256,24 @@ def test_a_session_goes_on_whatever_its_policy_and_its_tools_spell(data: st.Data
 
 
 def test_an_answer_that_spells_a_placeholder_stays_in_its_row(seeing: Renderer) -> None:
-    record = Record(seeing)
-    prompt = record.session.open_prompt([user(f"see {PAD}")], [], seeing)
+    record = conversations.Record(seeing)
+    prompt = record.session.open_prompt([conversations.user(f"see {PAD}")], [], seeing)
     ids = [token for piece in f"no {PAD}" for token in seeing.encode_behind_text(piece).tolist()]
     turn = record.answer(prompt, ids)
     assert turn.message["content"] == f"no {PAD}"
-    later = record.session.open_prompt([user(f"see {PAD}"), turn.message, user(f"and {PAD}?")], [], seeing)
+    later = record.session.open_prompt(
+        [conversations.user(f"see {PAD}"), turn.message, conversations.user(f"and {PAD}?")], [], seeing
+    )
     record.answer(later, seeing.encode("no").tolist())
-    [row] = check(record)
-    text_of_row = shown(seeing, row.token_ids.tolist())
+    [row] = conversations.check(record)
+    text_of_row = conversations.shown(seeing, row.token_ids.tolist())
     assert text_of_row.count(f"no {PAD}") == 1, "as it was sampled"
     assert text_of_row.count("<\N{REPLACEMENT CHARACTER}|image_pad|>") == 2, "as it was mended"
 
 
 def test_a_template_that_shows_fewer_pictures_is_refused(seeing: Renderer) -> None:
-    late = [{"role": "assistant", "content": [picture("red")]}, user("what?")]
-    blind = family("chatml")
+    late = [{"role": "assistant", "content": [picture("red")]}, conversations.user("what?")]
+    blind = conversations.family("chatml")
     blind.sight = seeing.sight
     try:
         with pytest.raises(jinja2.TemplateError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,77 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.tool_formats import ToolCall
-from sf_core.dataplane.gateway.dialects.anthropic import Anthropic
 from sf_core.dataplane.gateway.dialects.chat import Chat
-from sf_core.dataplane.gateway.dialects.google import Google
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
-from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.sessions.tree import Prompt
 from storage.tables.schema import Trajectory
-from tests.bench.dataplane.conversations import Record, call_text, family, odd_ids
-
-Said = tuple[str, int, str]
-"""Id of a call, its argument, and its result."""
-
-
-def chat(said: Sequence[Said]) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "start"}]
-    for call_id, x, result in said:
-        function = {"name": "find", "arguments": json.dumps({"x": x})}
-        call = {"id": call_id, "type": "function", "function": function}
-        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
-    function = {"name": "find", "parameters": {"type": "object"}}
-    return {"messages": messages, "tools": [{"type": "function", "function": function}]}
-
-
-def responses(said: Sequence[Said]) -> dict[str, Any]:
-    items: list[dict[str, Any]] = [{"role": "user", "content": "start"}]
-    for call_id, x, result in said:
-        call = {"call_id": call_id, "name": "find", "arguments": json.dumps({"x": x})}
-        items.append({"type": "function_call", **call})
-        items.append({"type": "function_call_output", "call_id": call_id, "output": result})
-    return {"input": items, "tools": [{"type": "function", "name": "find"}]}
-
-
-def anthropic(said: Sequence[Said]) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "start"}]
-    for call_id, x, result in said:
-        call = {"type": "tool_use", "id": call_id, "name": "find", "input": {"x": x}}
-        messages.append({"role": "assistant", "content": [call]})
-        found = {"type": "tool_result", "tool_use_id": call_id, "content": result}
-        messages.append({"role": "user", "content": [found]})
-    return {"messages": messages, "tools": [{"name": "find"}], "max_tokens": 8}
-
-
-def google(said: Sequence[Said]) -> dict[str, Any]:
-    contents: list[dict[str, Any]] = [{"role": "user", "parts": [{"text": "start"}]}]
-    for call_id, x, result in said:
-        call = {"id": call_id, "name": "find", "args": {"x": x}}
-        contents.append({"role": "model", "parts": [{"function_call": call}]})
-        found = {"id": call_id, "name": "find", "response": {"output": result}}
-        contents.append({"role": "user", "parts": [{"function_response": found}]})
-    return {"contents": contents, "tools": [{"function_declarations": [{"name": "find"}]}]}
-
+from tests.bench.dataplane import conversations
+from tests.sf_core.dataplane.sessions import said_calls
 
 Rename = Callable[[int, int], str | None]
 """(number of the request, number of the call) -> the id that the agent sends; None: the one it was given."""
 
 
 def rows(
-    dialect: Dialect, body: Callable[[Sequence[Said]], dict[str, Any]], args: Sequence[int], rename: Rename
+    dialect: Dialect,
+    body: Callable[[Sequence[said_calls.Said]], dict[str, Any]],
+    args: Sequence[int],
+    rename: Rename,
 ) -> list[Trajectory]:
     """A conversation of these calls, one after the other."""
-    renderer = family("qwen3")
+    renderer = conversations.family("qwen3")
     rng = random.Random(0)
-    record = Record(renderer)
-    made: list[Said] = []
+    record = conversations.Record(renderer)
+    made: list[said_calls.Said] = []
     for number, x in enumerate(args):
         sent = [(rename(number, i) or call_id, *rest) for i, (call_id, *rest) in enumerate(made)]
         [request] = dialect.parse(body(sent), record.session)
         prompt = record.session.open_prompt(request.messages, request.tools, renderer)
         turn = record.answer(
-            prompt, odd_ids(renderer, call_text("qwen3", x), rng), calls=[ToolCall("find", {"x": x})]
+            prompt,
+            conversations.odd_ids(renderer, conversations.call_text("qwen3", x), rng),
+            calls=[ToolCall("find", {"x": x})],
         )
         made.append((turn.message["tool_calls"][0]["id"], x, f"found {x}"))
     return record.export()
@@ -93,15 +51,9 @@ def told(trajectory: Trajectory) -> tuple[Any, ...]:
     return trajectory.messages, trajectory.turns, *(column.tobytes() for column in tokens)
 
 
-DIALECTS: list[tuple[Dialect, Callable[[Sequence[Said]], dict[str, Any]]]] = [
-    (Chat(), chat),
-    (Responses(), responses),
-    (Anthropic(), anthropic),
-    (Google(), google),
-]
-
-
-@pytest.mark.parametrize(("dialect", "body"), DIALECTS, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(
+    ("dialect", "body"), said_calls.DIALECTS, ids=lambda value: getattr(value, "name", "")
+)
 @given(
     args=st.lists(st.integers(0, 2), min_size=2, max_size=5),
     names=st.permutations([None, "toolu_0", "toolu_1", "call_x", "9"]),
@@ -109,7 +61,7 @@ DIALECTS: list[tuple[Dialect, Callable[[Sequence[Said]], dict[str, Any]]]] = [
 )
 def test_a_renamed_call_gives_the_same_rows(
     dialect: Dialect,
-    body: Callable[[Sequence[Said]], dict[str, Any]],
+    body: Callable[[Sequence[said_calls.Said]], dict[str, Any]],
     args: list[int],
     names: list[str | None],
     shift: int,
@@ -121,9 +73,11 @@ def test_a_renamed_call_gives_the_same_rows(
     assert [told(row) for row in renamed] == [told(row) for row in as_given]
 
 
-@pytest.mark.parametrize(("dialect", "body"), DIALECTS, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(
+    ("dialect", "body"), said_calls.DIALECTS, ids=lambda value: getattr(value, "name", "")
+)
 def test_ids_that_every_answer_counts_anew_are_not_mixed_up(
-    dialect: Dialect, body: Callable[[Sequence[Said]], dict[str, Any]]
+    dialect: Dialect, body: Callable[[Sequence[said_calls.Said]], dict[str, Any]]
 ) -> None:
     as_given = rows(dialect, body, [1, 1, 2], lambda number, call: None)
     renamed = rows(dialect, body, [1, 1, 2], lambda number, call: "call_0")
@@ -133,18 +87,18 @@ def test_ids_that_every_answer_counts_anew_are_not_mixed_up(
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_calls_of_one_answer_are_renamed_each_by_its_place(order: tuple[int, int]) -> None:
     def told_of(names: Sequence[str | None]) -> list[Any]:
-        renderer = family("qwen3")
-        record = Record(renderer)
-        tools = chat([])["tools"]
+        renderer = conversations.family("qwen3")
+        record = conversations.Record(renderer)
+        tools = said_calls.chat([])["tools"]
         opening = {"role": "user", "content": "start"}
 
         def asked(*messages: dict[str, Any]) -> Prompt:
             [request] = Chat().parse({"messages": [opening, *messages], "tools": tools}, record.session)
             return record.session.open_prompt(request.messages, request.tools, renderer)
 
-        text = "\n".join(call_text("qwen3", x) for x in (1, 2))
+        text = "\n".join(conversations.call_text("qwen3", x) for x in (1, 2))
         calls = [ToolCall("find", {"x": x}) for x in (1, 2)]
-        ids = odd_ids(renderer, text, random.Random(0))
+        ids = conversations.odd_ids(renderer, text, random.Random(0))
         given = record.answer(asked(), ids, calls=calls).message["tool_calls"]
         sent = [name or call["id"] for name, call in zip(names, given, strict=True)]
         said = [{**call, "id": name} for name, call in zip(sent, given, strict=True)]

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app, say
-from tests.patience import join, patience, wait_until
-from tests.properties import examples
+from tests.bench import waits
+from tests.bench.dataplane import planes
+from tests.bench.properties import examples
 
 TEXT = "naïve 数学 <STOP> übergröße 楽しい"
 
@@ -34,9 +34,9 @@ OPTIONS: list[dict[str, Any]] = [
 class Interrupter:
     """Two engines that take over requests from each other."""
 
-    def __init__(self, plane: ServedPlane, renderer: Renderer) -> None:
+    def __init__(self, plane: planes.ServedPlane, renderer: Renderer) -> None:
         self.plane = plane
-        answer = say(renderer, TEXT)
+        answer = planes.say(renderer, TEXT)
         plane.register()
         for name in ("a", "b"):
             plane.connect(lambda prompt, seed: answer, lease=name)
@@ -54,13 +54,13 @@ class Interrupter:
         agent.start()
         num_moves = 0
         for cut in cuts[1:] + [None] if cuts else []:
-            wait_until(lambda now=now: self.holds(now) or not agent.is_alive())  # type: ignore[misc]
+            waits.wait_until(lambda now=now: self.holds(now) or not agent.is_alive())  # type: ignore[misc]
             self.hold(other, cut)
             self.resume(other)
             num_moves += agent.is_alive()
             self.pause(now)
             now, other = other, now
-        join(agent)
+        waits.join(agent)
         self.resume(other)
         return answers[0], num_moves
 
@@ -82,7 +82,7 @@ class Interrupter:
         body |= options | {"seed": 1}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        response = httpx.post(f"{self.plane.url}/v1/chat/completions", json=body, timeout=patience())
+        response = httpx.post(f"{self.plane.url}/v1/chat/completions", json=body, timeout=waits.patience())
         assert response.status_code == 200, response.text
         return _streamed(response.text) if streamed else _whole(response.json())
 
@@ -112,8 +112,8 @@ def _streamed(text: str) -> dict[str, Any]:
 def interrupter(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
 ) -> Iterator[Interrupter]:
-    with running_app() as url, operator_client(url) as http:
-        plane = ServedPlane(url, http, Path(tmp_path_factory.mktemp("runs")), model_dir)
+    with planes.running_app() as url, planes.operator_client(url) as http:
+        plane = planes.ServedPlane(url, http, Path(tmp_path_factory.mktemp("runs")), model_dir)
         yield Interrupter(plane, renderer)
         plane.post("/runs/run/release")
 

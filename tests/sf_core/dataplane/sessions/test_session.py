@@ -21,19 +21,7 @@ from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.tables.schema import NOT_SAMPLED, Trajectory
-from tests.bench.dataplane.conversations import (
-    FIND,
-    Record,
-    call_text,
-    check,
-    family,
-    generation_of,
-    odd_ids,
-    sample,
-    shown,
-    user,
-)
-from tests.bench.dataplane.planes import CALC, say
+from tests.bench.dataplane import conversations, planes
 
 
 def export(session: Session, renderer: Renderer) -> list[Trajectory]:
@@ -48,8 +36,8 @@ def test_the_next_turn_extends_the_recorded_ids(renderer: Renderer) -> None:
     split = [renderer.encode(letter).tolist()[0] for letter in "the quick"]
     assert renderer.encode(renderer.decode(split)).tolist() != split
     stop = renderer.stop_token_ids[0]
-    first = sample(session, renderer, [user("hi")], [*split, stop])
-    messages = [user("hi"), first.message, user("go on")]
+    first = conversations.sample(session, renderer, [conversations.user("hi")], [*split, stop])
+    messages = [conversations.user("hi"), first.message, conversations.user("go on")]
     prompt = session.open_prompt(messages, [], renderer)
     assert prompt.parent is first
     recorded = first.prompt.full_ids().tolist() + [*split, stop]
@@ -62,8 +50,12 @@ def test_the_next_turn_extends_the_recorded_ids(renderer: Renderer) -> None:
 
 def test_a_turn_cut_by_its_budget_gets_its_end_as_a_token_that_was_not_sampled(renderer: Renderer) -> None:
     session = Session("s")
-    first = sample(session, renderer, [user("hi")], renderer.encode("the quick").tolist())
-    prompt = session.open_prompt([user("hi"), first.message, user("go on")], [], renderer)
+    first = conversations.sample(
+        session, renderer, [conversations.user("hi")], renderer.encode("the quick").tolist()
+    )
+    prompt = session.open_prompt(
+        [conversations.user("hi"), first.message, conversations.user("go on")], [], renderer
+    )
     assert prompt.ids[0] == renderer.stop_token_ids[0]
     assert prompt.parent is first
 
@@ -71,7 +63,9 @@ def test_a_turn_cut_by_its_budget_gets_its_end_as_a_token_that_was_not_sampled(r
 def test_absent_content_and_other_spellings_of_arguments_are_the_same_message(renderer: Renderer) -> None:
     session = Session("s")
     call = ToolCall("calc", {"a": 1, "b": [2, 3]})
-    first = sample(session, renderer, [user("hi")], say(renderer, ""), [CALC], call=call)
+    first = conversations.sample(
+        session, renderer, [conversations.user("hi")], planes.say(renderer, ""), [planes.CALC], call=call
+    )
     [sent] = first.message["tool_calls"]
     function = {"name": "calc", "arguments": '{"b": [2,3], "a":1}'}
     echo = {
@@ -81,8 +75,8 @@ def test_absent_content_and_other_spellings_of_arguments_are_the_same_message(re
         "tool_calls": [{"id": sent["id"], "type": "function", "function": function}],
     }
     result = {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": sent["id"]}
-    messages = Chat().parse({"messages": [user("hi"), echo, result]}, session)[0].messages
-    assert session.open_prompt(messages, [CALC], renderer).parent is first
+    messages = Chat().parse({"messages": [conversations.user("hi"), echo, result]}, session)[0].messages
+    assert session.open_prompt(messages, [planes.CALC], renderer).parent is first
 
 
 def test_an_answer_that_comes_back_with_a_name_is_the_recorded_one(model_dir: str, tmp_path: Path) -> None:
@@ -96,81 +90,125 @@ def test_an_answer_that_comes_back_with_a_name_is_the_recorded_one(model_dir: st
     )
     session = Session("s")
     renderer = Renderer(str(tmp_path))
-    example = [user("x"), {"role": "assistant", "content": "y", "name": "coder"}]
-    first = sample(session, renderer, [*example, user("a")], say(renderer, "one"))
+    example = [conversations.user("x"), {"role": "assistant", "content": "y", "name": "coder"}]
+    first = conversations.sample(
+        session, renderer, [*example, conversations.user("a")], planes.say(renderer, "one")
+    )
     named = first.message | {"name": "coder"}
-    second = sample(session, renderer, [*example, user("a"), named, user("b")], say(renderer, "two"))
+    second = conversations.sample(
+        session,
+        renderer,
+        [*example, conversations.user("a"), named, conversations.user("b")],
+        planes.say(renderer, "two"),
+    )
     third = session.open_prompt(
-        [*example, user("a"), named, user("b"), second.message | {"name": "coder"}, user("c")], [], renderer
+        [
+            *example,
+            conversations.user("a"),
+            named,
+            conversations.user("b"),
+            second.message | {"name": "coder"},
+            conversations.user("c"),
+        ],
+        [],
+        renderer,
     )
     assert (second.prompt.parent, third.parent, session.branch_reasons.total()) == (first, second, 0)
     # a message that was not sampled has the name that it was given
-    assert shown(renderer, third.full_ids().tolist()).count("coder") == 1
-    other = session.open_prompt([user("x"), example[1] | {"name": "tester"}, user("a")], [], renderer)
-    assert "tester" in shown(renderer, other.full_ids().tolist())
+    assert conversations.shown(renderer, third.full_ids().tolist()).count("coder") == 1
+    other = session.open_prompt(
+        [conversations.user("x"), example[1] | {"name": "tester"}, conversations.user("a")], [], renderer
+    )
+    assert "tester" in conversations.shown(renderer, other.full_ids().tolist())
 
 
 def test_branches_say_why_they_were_opened(renderer: Renderer) -> None:
     session = Session("s")
     system = {"role": "system", "content": "be brief"}
-    first = sample(session, renderer, [system, user("a")], say(renderer, "one"))
-    second = sample(session, renderer, [system, user("a"), first.message, user("b")], say(renderer, "two"))
+    first = conversations.sample(
+        session, renderer, [system, conversations.user("a")], planes.say(renderer, "one")
+    )
+    second = conversations.sample(
+        session,
+        renderer,
+        [system, conversations.user("a"), first.message, conversations.user("b")],
+        planes.say(renderer, "two"),
+    )
     edited = {"role": "assistant", "content": "edited"}
     for messages, tools, reason in [
-        ([system, user("a")], [], "asked_again"),
-        ([system, user("a"), first.message, user("c")], [], "forked"),
-        ([system, user("a"), edited, user("b")], [], "edited_history"),
-        ([system, user("a"), first.message, user("b"), edited, user("c")], [], "edited_history"),
-        ([system, user("a")], [CALC], "other_tools"),
-        ([{"role": "system", "content": "be long"}, user("a")], [], "other_system"),
-        ([system, user("summary of it all")], [], "new_conversation"),
+        ([system, conversations.user("a")], [], "asked_again"),
+        ([system, conversations.user("a"), first.message, conversations.user("c")], [], "forked"),
+        ([system, conversations.user("a"), edited, conversations.user("b")], [], "edited_history"),
+        (
+            [
+                system,
+                conversations.user("a"),
+                first.message,
+                conversations.user("b"),
+                edited,
+                conversations.user("c"),
+            ],
+            [],
+            "edited_history",
+        ),
+        ([system, conversations.user("a")], [planes.CALC], "other_tools"),
+        ([{"role": "system", "content": "be long"}, conversations.user("a")], [], "other_system"),
+        ([system, conversations.user("summary of it all")], [], "new_conversation"),
     ]:
         before = session.branch_reasons[reason]
-        sample(session, renderer, messages, say(renderer, "x"), tools)
+        conversations.sample(session, renderer, messages, planes.say(renderer, "x"), tools)
         assert session.branch_reasons[reason] == before + 1, reason
     assert second.prompt.branch_reason is None
     assert session.branch_reasons.total() == 7
 
 
 def test_what_a_template_rewrites_forks_where_the_tokens_part() -> None:
-    record = Record(family("qwen3"))
+    record = conversations.Record(conversations.family("qwen3"))
     session = record.session
     renderer = record.renderer
-    thought = odd_ids(renderer, "<think>\nwhy\n</think>\n\nsaid", Random(1))
-    first = record.answer(session.open_prompt([user("a")], [FIND], renderer), thought)
-    messages = [user("a"), first.message, user("b")]
-    second = session.open_prompt(messages, [FIND], renderer)
+    thought = conversations.odd_ids(renderer, "<think>\nwhy\n</think>\n\nsaid", Random(1))
+    first = record.answer(
+        session.open_prompt([conversations.user("a")], [conversations.FIND], renderer), thought
+    )
+    messages = [conversations.user("a"), first.message, conversations.user("b")]
+    second = session.open_prompt(messages, [conversations.FIND], renderer)
     assert second.branch_reason == "template_rewrote"
     assert (second.parent, second.start) == (first.prompt, first.prompt.end)
-    assert shown(renderer, second.full_ids().tolist()) == renderer.render(messages, [FIND])
+    assert conversations.shown(renderer, second.full_ids().tolist()) == renderer.render(
+        messages, [conversations.FIND]
+    )
     record.answer(second, renderer.encode("done").tolist())
-    main, fork = check(record)
+    main, fork = conversations.check(record)
     assert (fork.parent_branch_id, fork.shared_prefix) == (main.branch_id, first.prompt.end)
 
 
 def test_reasoning_between_tool_calls_stays_and_goes_with_the_next_question() -> None:
-    record = Record(family("qwen3"))
+    record = conversations.Record(conversations.family("qwen3"))
     session = record.session
     renderer = record.renderer
-    messages = [user("a")]
+    messages = [conversations.user("a")]
     for x in range(3):
         text = f"<think>\nwhy {x}\n</think>\n\nsaid"
-        turn = record.answer(session.open_prompt(messages, [FIND], renderer), renderer.encode(text).tolist())
+        turn = record.answer(
+            session.open_prompt(messages, [conversations.FIND], renderer), renderer.encode(text).tolist()
+        )
         assert turn.prompt.branch_reason is None
         messages = [*messages, turn.message, {"role": "tool", "content": f"{x}", "tool_call_id": "c"}]
-    asked = session.open_prompt([*messages, user("b")], [FIND], renderer)
+    asked = session.open_prompt([*messages, conversations.user("b")], [conversations.FIND], renderer)
     assert asked.branch_reason == "template_rewrote"
-    assert shown(renderer, asked.full_ids().tolist()) == renderer.render([*messages, user("b")], [FIND])
+    assert conversations.shown(renderer, asked.full_ids().tolist()) == renderer.render(
+        [*messages, conversations.user("b")], [conversations.FIND]
+    )
 
 
 def test_a_template_is_given_answers_with_what_the_agent_left_out() -> None:
-    record = Record(family("qwen3"))
+    record = conversations.Record(conversations.family("qwen3"))
     session = record.session
     renderer = record.renderer
-    messages: list[Message] = [user("a")]
+    messages: list[Message] = [conversations.user("a")]
     for x in range(6):
-        prompt = session.open_prompt(messages, [FIND], renderer)
-        text = f"<think>\nwhy\n</think>\n\n{call_text('qwen3', x)}"
+        prompt = session.open_prompt(messages, [conversations.FIND], renderer)
+        text = f"<think>\nwhy\n</think>\n\n{conversations.call_text('qwen3', x)}"
         call = ToolCall("find", {"x": x})
         turn = record.answer(prompt, renderer.encode(text).tolist(), calls=[call], reasoning="why")
         assert turn.prompt.branch_reason is None
@@ -179,33 +217,35 @@ def test_a_template_is_given_answers_with_what_the_agent_left_out() -> None:
         # where the identity of messages leaves reasoning out, this is found
         session._answers[extend_chain(prompt.chain, sent)] = turn
         messages = [*messages, sent, {"role": "tool", "content": f"{x}", "tool_call_id": call_id}]
-    assert len(check(record)) == 1
+    assert len(conversations.check(record)) == 1
 
 
 def test_a_forced_beginning_is_part_of_the_prompt_and_of_the_answer() -> None:
-    record = Record(family("qwen3"))
+    record = conversations.Record(conversations.family("qwen3"))
     session = record.session
     renderer = record.renderer
-    plain = session.open_prompt([user("a")], [FIND], renderer)
-    text = call_text("qwen3", 1)
+    plain = session.open_prompt([conversations.user("a")], [conversations.FIND], renderer)
+    text = conversations.call_text("qwen3", 1)
     forced = text[:25]
     rest = text[25:]
-    prompt = session.open_prompt([user("a")], [FIND], renderer, forced)
+    prompt = session.open_prompt([conversations.user("a")], [conversations.FIND], renderer, forced)
     assert prompt is not plain
-    assert prompt is session.open_prompt([user("a")], [FIND], renderer, forced)
+    assert prompt is session.open_prompt([conversations.user("a")], [conversations.FIND], renderer, forced)
     assert prompt.full_ids().tolist() == plain.full_ids().tolist() + renderer.encode(forced).tolist()
     turn = record.answer(prompt, renderer.encode(rest).tolist(), calls=[ToolCall("find", {"x": 1})])
     result = {"role": "tool", "content": "4", "tool_call_id": turn.message["tool_calls"][0]["id"]}
-    following = session.open_prompt([user("a"), turn.message, result], [FIND], renderer)
+    following = session.open_prompt(
+        [conversations.user("a"), turn.message, result], [conversations.FIND], renderer
+    )
     assert following.parent is turn
-    assert not check(record)[0].loss_mask[: prompt.end].any()
+    assert not conversations.check(record)[0].loss_mask[: prompt.end].any()
 
 
 def test_a_prompt_of_ids_goes_on_from_the_longest_recorded_line() -> None:
-    record = Record(family("chatml"))
+    record = conversations.Record(conversations.family("chatml"))
     session = record.session
     renderer = record.renderer
-    turn = record.answer(session.open_prompt([user("a")], [], renderer), [7, 8, 9])
+    turn = record.answer(session.open_prompt([conversations.user("a")], [], renderer), [7, 8, 9])
     line = turn.prompt.full_ids().tolist() + turn.ids.tolist()
     following = session.open_ids([*line, 5, 6])
     assert (following.parent, following.ids.tolist(), following.branch_reason) == (turn, [5, 6], None)
@@ -218,41 +258,63 @@ def test_a_prompt_of_ids_goes_on_from_the_longest_recorded_line() -> None:
     unrelated = session.open_ids([3, 3])
     assert (unrelated.parent, unrelated.branch_reason) == (None, "new_conversation")
     assert session.open_ids(line[:2]).full_ids().tolist() == line[:2]
-    check(record)
+    conversations.check(record)
 
 
 def test_numbers_that_python_calls_equal_are_different_calls() -> None:
-    record = Record(family("qwen3"))
+    record = conversations.Record(conversations.family("qwen3"))
     session = record.session
     renderer = record.renderer
     turn = record.answer(
-        session.open_prompt([user("a")], [FIND], renderer),
-        renderer.encode(call_text("qwen3", 1)).tolist(),
+        session.open_prompt([conversations.user("a")], [conversations.FIND], renderer),
+        renderer.encode(conversations.call_text("qwen3", 1)).tolist(),
         calls=[ToolCall("find", {"x": 1})],
     )
     result = {"role": "tool", "content": "4", "tool_call_id": turn.message["tool_calls"][0]["id"]}
-    assert session.open_prompt([user("a"), turn.message, result], [FIND], renderer).parent is turn
+    assert (
+        session.open_prompt(
+            [conversations.user("a"), turn.message, result], [conversations.FIND], renderer
+        ).parent
+        is turn
+    )
     edited = deepcopy(turn.message)
     edited["tool_calls"][0]["function"]["arguments"]["x"] = True
-    prompt = session.open_prompt([user("a"), edited, result], [FIND], renderer)
+    prompt = session.open_prompt([conversations.user("a"), edited, result], [conversations.FIND], renderer)
     assert prompt.branch_reason == "edited_history"
-    assert '"x": true' in shown(renderer, prompt.full_ids().tolist())
+    assert '"x": true' in conversations.shown(renderer, prompt.full_ids().tolist())
 
 
 def test_the_finish_reason_of_a_turn_is_that_of_the_engine(renderer: Renderer) -> None:
     session = Session("s")
-    cut = sample(session, renderer, [user("a")], renderer.encode("the quick").tolist())
-    sample(session, renderer, [user("a"), cut.message, user("b")], say(renderer, "two"))
+    cut = conversations.sample(
+        session, renderer, [conversations.user("a")], renderer.encode("the quick").tolist()
+    )
+    conversations.sample(
+        session,
+        renderer,
+        [conversations.user("a"), cut.message, conversations.user("b")],
+        planes.say(renderer, "two"),
+    )
     [row] = export(session, renderer)
     assert [span.finish_reason for span in row.turns] == [None, "length", None, "stop"]
 
 
 def test_shared_turns_are_trained_in_the_first_branch_only(renderer: Renderer) -> None:
     session = Session("s")
-    first = sample(session, renderer, [user("a")], say(renderer, "one"))
-    sample(session, renderer, [user("a"), first.message, user("b")], say(renderer, "two"))
-    sample(session, renderer, [user("a"), first.message, user("c")], say(renderer, "three"))
-    sample(session, renderer, [user("a")], say(renderer, "again"))
+    first = conversations.sample(session, renderer, [conversations.user("a")], planes.say(renderer, "one"))
+    conversations.sample(
+        session,
+        renderer,
+        [conversations.user("a"), first.message, conversations.user("b")],
+        planes.say(renderer, "two"),
+    )
+    conversations.sample(
+        session,
+        renderer,
+        [conversations.user("a"), first.message, conversations.user("c")],
+        planes.say(renderer, "three"),
+    )
+    conversations.sample(session, renderer, [conversations.user("a")], planes.say(renderer, "again"))
     main, fork, retry = export(session, renderer)
     assert (main.parent_branch_id, main.shared_prefix) == (None, 0)
     header = len(renderer.encode("\n<|im_start|>user\n"))
@@ -260,7 +322,7 @@ def test_shared_turns_are_trained_in_the_first_branch_only(renderer: Renderer) -
     assert (retry.parent_branch_id, retry.shared_prefix) == (main.branch_id, first.prompt.end)
     assert not fork.loss_mask[: first.end].any()
     # every sampled token once, the first behind a fork with the others
-    sampled = [len(say(renderer, text)) for text in ("one", "two", "three", "again")]
+    sampled = [len(planes.say(renderer, text)) for text in ("one", "two", "three", "again")]
     assert main.loss_mask.sum() == sampled[0] + sampled[1]
     assert [fork.loss_mask.sum(), retry.loss_mask.sum()] == sampled[2:]
     # a shared token keeps its log-prob and version
@@ -273,13 +335,15 @@ def test_a_row_has_what_was_sampled_where_it_was_sampled(renderer: Renderer) -> 
     """A turn that new weights went on with, by value."""
     session = Session("s")
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5)
-    prompt = session.open_prompt([user("a")], [], renderer)
-    generation = generation_of(prompt, sampling)
+    prompt = session.open_prompt([conversations.user("a")], [], renderer)
+    generation = conversations.generation_of(prompt, sampling)
     ids = [7, 9, 8, renderer.stop_token_ids[0]]
     generation.absorb(Chunk("r", ids[:1], [-0.5], 3, FinishReason.ABORT), "e0")
     generation.absorb(Chunk("r", ids[1:], [-2.5, -0.25, -1.5], 4, FinishReason.STOP), "e1")
     session.commit(generation, prompt, session.begin_sample(prompt, 0), assistant_message("x", [], "t"), 0)
-    following = session.open_prompt([user("a"), session.turns[0].message, user("b")], [], renderer)
+    following = session.open_prompt(
+        [conversations.user("a"), session.turns[0].message, conversations.user("b")], [], renderer
+    )
     assert following.version == 4
     [row] = export(session, renderer)
     start = prompt.end
@@ -295,12 +359,12 @@ def test_a_row_has_what_was_sampled_where_it_was_sampled(renderer: Renderer) -> 
 
 def test_turns_whose_answer_nobody_got_are_not_trained(renderer: Renderer) -> None:
     session = Session("s")
-    first = sample(session, renderer, [user("a")], say(renderer, "one"))
-    messages = [user("a"), first.message, user("b")]
-    unanswered = sample(session, renderer, messages, say(renderer, "two"))
+    first = conversations.sample(session, renderer, [conversations.user("a")], planes.say(renderer, "one"))
+    messages = [conversations.user("a"), first.message, conversations.user("b")]
+    unanswered = conversations.sample(session, renderer, messages, planes.say(renderer, "two"))
     key = TurnKey("s", unanswered.prompt.index, unanswered.sample)
     session.recorded.append(RecordedTurn(key, b"", unanswered.prompt, turn=unanswered, unanswered=True))
-    cut = generation_of(unanswered.prompt)
+    cut = conversations.generation_of(unanswered.prompt)
     cut.absorb(Chunk("r", [7, 8], [-1.0, -1.0], 0, FinishReason.ABORT), "engine")
     session.abandon(cut, unanswered.prompt, 1, assistant_message("", [], "t"))
     assert session.set_aside_unanswered() == 1
@@ -318,44 +382,70 @@ def test_the_seed_of_a_turn_depends_on_its_place_and_on_what_failed_there() -> N
 
 def test_a_row_has_the_tools_of_its_requests(renderer: Renderer) -> None:
     session = Session("s")
-    first = sample(session, renderer, [user("a")], say(renderer, "x"), [CALC])
-    sample(session, renderer, [user("a"), first.message, user("b")], say(renderer, "y"), [CALC])
-    sample(session, renderer, [user("c")], say(renderer, "z"))
-    assert [row.tools and json.loads(row.tools) for row in export(session, renderer)] == [[CALC], None]
+    first = conversations.sample(
+        session, renderer, [conversations.user("a")], planes.say(renderer, "x"), [planes.CALC]
+    )
+    conversations.sample(
+        session,
+        renderer,
+        [conversations.user("a"), first.message, conversations.user("b")],
+        planes.say(renderer, "y"),
+        [planes.CALC],
+    )
+    conversations.sample(session, renderer, [conversations.user("c")], planes.say(renderer, "z"))
+    assert [row.tools and json.loads(row.tools) for row in export(session, renderer)] == [[planes.CALC], None]
 
 
 def test_where_the_tools_change_a_branch_begins_though_the_tokens_go_on() -> None:
-    renderer = family("chatml")  # its template shows no tools
-    record = Record(renderer)
-    messages: list[Message] = [user("a")]
-    for tools in ([FIND], [FIND, CALC], []):
+    renderer = conversations.family("chatml")  # its template shows no tools
+    record = conversations.Record(renderer)
+    messages: list[Message] = [conversations.user("a")]
+    for tools in ([conversations.FIND], [conversations.FIND, planes.CALC], []):
         prompt = record.session.open_prompt(messages, tools, renderer)
-        messages = [*messages, record.answer(prompt, renderer.encode("x").tolist()).message, user("b")]
+        messages = [
+            *messages,
+            record.answer(prompt, renderer.encode("x").tolist()).message,
+            conversations.user("b"),
+        ]
     record.restart()
-    rows = check(record)
-    assert [json.loads(row.tools or "[]") for row in rows] == [[FIND], [FIND, CALC], []]
+    rows = conversations.check(record)
+    assert [json.loads(row.tools or "[]") for row in rows] == [
+        [conversations.FIND],
+        [conversations.FIND, planes.CALC],
+        [],
+    ]
     assert [row.shared_prefix for row in rows] == [0, len(rows[0].token_ids), len(rows[1].token_ids)]
     assert [int(row.loss_mask.sum()) for row in rows] == [2, 2, 2]
 
 
 def test_after_a_restart_a_second_conversation_is_known_as_one(renderer: Renderer) -> None:
-    record = Record(renderer)
-    first = user("one")
+    record = conversations.Record(renderer)
+    first = conversations.user("one")
     record.answer(record.session.open_prompt([first], [], renderer), renderer.encode("x").tolist())
     session = record.replayed()
     system = {"role": "system", "content": "be brief"}
-    asked = [[user("other")], [first, user("and")], [system, first]]
+    asked = [[conversations.user("other")], [first, conversations.user("and")], [system, first]]
     reasons = [session.open_prompt(messages, [], renderer).branch_reason for messages in asked]
     assert reasons == ["other_system", "new_conversation", "other_system"]
-    assert session.open_prompt([first], [CALC], renderer).branch_reason == "other_tools"
+    assert session.open_prompt([first], [planes.CALC], renderer).branch_reason == "other_tools"
 
 
 def test_messages_that_share_a_span_give_it_the_role_they_have_in_common(renderer: Renderer) -> None:
     session = Session("s")
     system = {"role": "system", "content": "be brief"}
     answer = {"role": "assistant", "content": "given"}
-    sample(session, renderer, [system, user("a"), answer, user("b")], say(renderer, "x"))
-    sample(session, renderer, [system, user("a"), answer, user("c")], say(renderer, "y"))
+    conversations.sample(
+        session,
+        renderer,
+        [system, conversations.user("a"), answer, conversations.user("b")],
+        planes.say(renderer, "x"),
+    )
+    conversations.sample(
+        session,
+        renderer,
+        [system, conversations.user("a"), answer, conversations.user("c")],
+        planes.say(renderer, "y"),
+    )
     whole, forked = export(session, renderer)
     assert [span.role for span in whole.turns] == ["system", "user", "assistant", "user", "assistant"]
     assert [span.role for span in forked.turns] == ["prompt", "prompt", "assistant"]
@@ -368,7 +458,7 @@ def test_branches_that_fork_inside_an_abandoned_turn_share_what_the_longest_of_t
 
     def answer(asked: list[int], ids: list[int], *, is_given_up: bool = False) -> None:
         prompt = session.open_ids(asked)
-        generation = generation_of(prompt)
+        generation = conversations.generation_of(prompt)
         logprobs = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
         generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
         number = session.begin_sample(prompt, 0)
@@ -396,7 +486,7 @@ def test_what_follows_a_fork_inside_a_constrained_turn_trains(renderer: Renderer
 
     def answer(asked: list[int], ids: list[int], grammar: str = "") -> None:
         prompt = session.open_ids(asked)
-        generation = generation_of(prompt, grammar=grammar)
+        generation = conversations.generation_of(prompt, grammar=grammar)
         logprobs = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
         generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
         number = session.begin_sample(prompt, 0)

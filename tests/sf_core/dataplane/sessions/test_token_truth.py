@@ -19,18 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool, ToolCall
 from sf_core.dataplane.sessions.session import Prompt, Turn
-from tests.bench.dataplane.conversations import (
-    FAMILIES,
-    FIND,
-    Record,
-    call_text,
-    check,
-    family,
-    odd_ids,
-    shown,
-    state_of,
-    user,
-)
+from tests.bench.dataplane import conversations
 
 EXAMPLES = int(os.environ.get("SF_TOKEN_TRUTH_EXAMPLES", "60"))
 WORDS = ("the quick", "brown fox", "naïve café", "数学は楽しい", "42 and 30", "what is it?", "x" * 9)
@@ -51,21 +40,23 @@ class Conversation:
 
 
 class Conversations(RuleBasedStateMachine):
-    @initialize(name=st.sampled_from(FAMILIES), seed=st.integers(0, 2**32))
+    @initialize(name=st.sampled_from(conversations.FAMILIES), seed=st.integers(0, 2**32))
     def start(self, name: str, seed: int) -> None:
         self.name = name
         self.rng = random.Random(seed)
-        self.renderer = family(name)
-        self.record = Record(self.renderer)
-        self.undisturbed = Record(self.renderer)
+        self.renderer = conversations.family(name)
+        self.record = conversations.Record(self.renderer)
+        self.undisturbed = conversations.Record(self.renderer)
         self.version = 0
-        self.open = [Conversation([user("start")], [])]
+        self.open = [Conversation([conversations.user("start")], [])]
 
     @rule(system=st.booleans(), tools=st.booleans(), text=st.sampled_from(WORDS))
     def spawn_sub_agent(self, system: bool, tools: bool, text: str) -> None:
         messages = [{"role": "system", "content": f"be {text}"}] if system else []
         tools = tools and self.name != "chatml"
-        self.open.append(Conversation([*messages, user(text)], [FIND] if tools else []))
+        self.open.append(
+            Conversation([*messages, conversations.user(text)], [conversations.FIND] if tools else [])
+        )
 
     @rule()
     def publish_weights(self) -> None:
@@ -73,9 +64,9 @@ class Conversations(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        before = state_of(self.record.session)
+        before = conversations.state_of(self.record.session)
         self.record.restart()
-        assert state_of(self.record.session) == before
+        assert conversations.state_of(self.record.session) == before
 
     @rule(
         kind=st.sampled_from(["plain", "think", "call", "think_call", "schema"]),
@@ -96,7 +87,7 @@ class Conversations(RuleBasedStateMachine):
         ids = [self.rng.randrange(size) for _ in range(length)]
         ids = [token for token in ids if token not in self.renderer.stop_token_ids]
         turn = self._answer(self._ask(conversation), ids, end=end)
-        self.open.append(conversation.grown(turn.message, user("pardon?"), verbatim=False))
+        self.open.append(conversation.grown(turn.message, conversations.user("pardon?"), verbatim=False))
 
     @rule(count=st.integers(2, 4))
     def sample_several(self, count: int) -> None:
@@ -113,7 +104,7 @@ class Conversations(RuleBasedStateMachine):
         messages[at] = {"role": messages[at]["role"], "content": f"edited {text}"}
         if messages[at]["role"] == "tool":
             return
-        messages = messages[: at + 1] + [user("go on")] * (messages[at]["role"] != "user")
+        messages = messages[: at + 1] + [conversations.user("go on")] * (messages[at]["role"] != "user")
         self.open.append(Conversation(messages, conversation.tools, conversation.verbatim))
 
     @rule(text=st.sampled_from(WORDS))
@@ -121,29 +112,31 @@ class Conversations(RuleBasedStateMachine):
         conversation = self._pick()
         system = [m for m in conversation.messages[:1] if m["role"] == "system"]
         tail = conversation.messages[-1:] if conversation.messages[-1]["role"] == "user" else []
-        self.open.append(Conversation([*system, user(f"so far: {text}"), *tail], conversation.tools))
+        self.open.append(
+            Conversation([*system, conversations.user(f"so far: {text}"), *tail], conversation.tools)
+        )
 
     @rule(text=st.sampled_from(WORDS))
     def interrupt_the_user(self, text: str) -> None:
         """Add a message after one that was never answered."""
         conversation = self._pick()
         if conversation.messages[-1]["role"] == "user":
-            self.open.append(conversation.grown(user(text)))
+            self.open.append(conversation.grown(conversations.user(text)))
 
     @rule(x=st.integers(0, 3))
     def force_a_call(self, x: int) -> None:
         conversation = self._pick()
         if not conversation.tools:
             return
-        whole = call_text(self.name, x)
+        whole = conversations.call_text(self.name, x)
         cut = whole.index("find")
         prompt = self._open(conversation, whole[:cut])
         plain = self.renderer.render(conversation.messages, conversation.tools)
         assert (
             not conversation.verbatim
-            or shown(self.renderer, prompt.full_ids().tolist()) == plain + whole[:cut]
+            or conversations.shown(self.renderer, prompt.full_ids().tolist()) == plain + whole[:cut]
         )
-        ids = odd_ids(self.renderer, whole[cut:], self.rng)
+        ids = conversations.odd_ids(self.renderer, whole[cut:], self.rng)
         call = ToolCall("find", {"x": x})
         turn = self._answer(prompt, ids, calls=[call])
         result = {"role": "tool", "content": "ok", "tool_call_id": turn.message["tool_calls"][0]["id"]}
@@ -155,18 +148,20 @@ class Conversations(RuleBasedStateMachine):
         asked, turn = self.rng.choice(self.record.turns) if self.record.turns else ([], None)
         answer = turn.ids.tolist() if turn is not None else []
         if retokenise and turn is not None:
-            answer = self.renderer.encode(shown(self.renderer, answer)).tolist()
+            answer = self.renderer.encode(conversations.shown(self.renderer, answer)).tolist()
         ids = asked + answer + self.renderer.encode(text).tolist()
         prompt = self.record.session.open_ids(ids)
         self.undisturbed.session.open_ids(ids)
         assert prompt.full_ids().tolist() == ids
         assert self.record.session.open_ids(ids) is prompt
-        self._answer(prompt, odd_ids(self.renderer, text, self.rng))
+        self._answer(prompt, conversations.odd_ids(self.renderer, text, self.rng))
 
     def teardown(self) -> None:
         if hasattr(self, "record") and self.record.turns:
-            assert state_of(self.record.session) == state_of(self.undisturbed.session)
-            check(self.record)
+            assert conversations.state_of(self.record.session) == conversations.state_of(
+                self.undisturbed.session
+            )
+            conversations.check(self.record)
 
     def _pick(self) -> Conversation:
         # the latest often: conversations are to become long
@@ -176,7 +171,7 @@ class Conversations(RuleBasedStateMachine):
         prompt = self._open(conversation)
         if conversation.verbatim:
             rendered = self.renderer.render(conversation.messages, conversation.tools)
-            assert shown(self.renderer, prompt.full_ids().tolist()) == rendered
+            assert conversations.shown(self.renderer, prompt.full_ids().tolist()) == rendered
         return prompt
 
     def _open(self, conversation: Conversation, forced: str = "") -> Prompt:
@@ -201,9 +196,9 @@ class Conversations(RuleBasedStateMachine):
         if "call" in kind and conversation.tools and end:
             # reasoning beside a call is kept in the answer's text by the gateway: not shown here
             x = self.rng.randrange(4)
-            text = call_text(self.name, x)
+            text = conversations.call_text(self.name, x)
             calls = [ToolCall("find", {"x": x})]
-        ids = odd_ids(self.renderer, text, self.rng)
+        ids = conversations.odd_ids(self.renderer, text, self.rng)
         if not end:
             ids = ids[: self.rng.randrange(len(ids) + 1)]
         unparsed = int(kind == "call" and not calls)
@@ -216,7 +211,7 @@ class Conversations(RuleBasedStateMachine):
             call_id = turn.message["tool_calls"][0]["id"]
             following = {"role": "tool", "content": f"found {said}", "tool_call_id": call_id}
         else:
-            following = user(f"next {len(self.open) % 5}")
+            following = conversations.user(f"next {len(self.open) % 5}")
         self.open.append(conversation.grown(turn.message, following, verbatim=verbatim))
 
 

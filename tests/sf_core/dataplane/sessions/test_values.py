@@ -16,8 +16,8 @@ from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.gateway.dialects.checks import parse_object
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.turns.answer import Answer
-from tests.bench.dataplane.conversations import Record, family, odd_ids
-from tests.sf_core.dataplane.sessions.test_renamed_calls import DIALECTS, Said
+from tests.bench.dataplane import conversations
+from tests.sf_core.dataplane.sessions import said_calls
 
 plain = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -38,13 +38,15 @@ def _arguments(value: Any) -> list[Any]:
     return found or [made for one in value.values() for made in _arguments(one)]
 
 
-@pytest.mark.parametrize(("dialect", "body"), DIALECTS, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(
+    ("dialect", "body"), said_calls.DIALECTS, ids=lambda value: getattr(value, "name", "")
+)
 @given(value=values)
 def test_a_value_comes_back_as_it_was_sampled(
-    dialect: Dialect, body: Callable[[Sequence[Said]], dict[str, Any]], value: Any
+    dialect: Dialect, body: Callable[[Sequence[said_calls.Said]], dict[str, Any]], value: Any
 ) -> None:
-    renderer = family("qwen3")
-    record = Record(family("qwen3"))
+    renderer = conversations.family("qwen3")
+    record = conversations.Record(conversations.family("qwen3"))
     path = dialect.paths[0].replace("{model:path}", "policy")
 
     def asked(said: Sequence[Any]) -> Any:
@@ -61,7 +63,7 @@ def test_a_value_comes_back_as_it_was_sampled(
     assume(text.count("</tool_call>") == 1)
     [call], _ = _split(text, request.tools)
     assert json.dumps(call.arguments) == json.dumps({"x": value})
-    turn = record.answer(prompt, odd_ids(renderer, text, random.Random(0)), calls=[call])
+    turn = record.answer(prompt, conversations.odd_ids(renderer, text, random.Random(0)), calls=[call])
 
     sent = body([]) | {"model": "policy"}
     reply = dialect.reply(sent, "s.0.0", record.session)
@@ -74,7 +76,7 @@ def test_a_value_comes_back_as_it_was_sampled(
     prompt = record.session.open_prompt(again.messages, again.tools, renderer)
     assert prompt.continues is turn and prompt.branch_reason is None
     assert json.dumps({"x": value}, ensure_ascii=False)[1:-1] in renderer.render(again.messages, again.tools)
-    record.answer(prompt, odd_ids(renderer, "done", random.Random(0)))
+    record.answer(prompt, conversations.odd_ids(renderer, "done", random.Random(0)))
     [row] = record.export()
     [made] = json.loads(row.messages)[1]["tool_calls"]
     assert json.dumps(made["function"]["arguments"]) == json.dumps({"x": value})

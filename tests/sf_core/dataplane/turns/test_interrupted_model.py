@@ -13,15 +13,14 @@ from sf_core.dataplane.routing.suspects import MAX_FAULTS
 from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
-from tests.bench.dataplane.router import Cluster, MakeEngine
-from tests.bench.engines.model_folders import STOP, ModelFolders
-from tests.closeness import FORWARD, assert_rounded
-from tests.properties import examples
+from tests import bench
+from tests.bench import closeness
+from tests.bench.dataplane import router
 
 CONTEXT = 64
 
 
-def torch_engines(folder: str) -> MakeEngine:
+def torch_engines(folder: str) -> router.MakeEngine:
     return lambda: TorchEngine(folder, max_running=3, context_length=CONTEXT)
 
 
@@ -39,13 +38,15 @@ turns = st.tuples(
     st.lists(st.integers(0, 59), min_size=1, max_size=12),
     st.integers(1, 24),
     st.sampled_from([0.0, 0.0, 1.0]),
-    st.sampled_from([((), ""), ((7, 11), ""), ((STOP,), "start: /[a-z]{3,30}/")]),
+    st.sampled_from([((), ""), ((7, 11), ""), ((bench.engines.model_folders.STOP,), "start: /[a-z]{3,30}/")]),
     st.booleans(),
 )
 
 
 @settings(
-    max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=bench.properties.examples(20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     asked=st.lists(turns, min_size=1, max_size=4),
@@ -57,10 +58,13 @@ turns = st.tuples(
     ),
 )
 async def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
-    model_folders: ModelFolders, one_thread: None, asked: list[tuple[Any, ...]], events: list[tuple[str, int]]
+    model_folders: bench.engines.model_folders.ModelFolders,
+    one_thread: None,
+    asked: list[tuple[Any, ...]],
+    events: list[tuple[str, int]],
 ) -> None:
     folder = model_folders()
-    cluster = Cluster(weights=folder)
+    cluster = router.Cluster(weights=folder)
     engines = [await cluster.serving(torch_engines(folder), max_running=3) for _ in range(2)]
     generations = [
         cluster.ask(
@@ -104,4 +108,6 @@ async def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
         token_ids, logprobs, reason = undisturbed(folder, request)
         assert generation.token_ids.tolist() == token_ids
         assert generation.finish_reason == reason
-        assert_rounded(generation.logprobs, logprobs, FORWARD, scale=np.abs([1.0, *logprobs]).max())
+        closeness.assert_rounded(
+            generation.logprobs, logprobs, closeness.FORWARD, scale=np.abs([1.0, *logprobs]).max()
+        )

@@ -21,9 +21,9 @@ from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import RecordingEngine, ServedPlane, operator_client, running_app
-from tests.patience import join, patience, wait_until
-from tests.properties import examples
+from tests.bench import waits
+from tests.bench.dataplane import planes
+from tests.bench.properties import examples
 
 BUDGET = 48
 STOP = 1  # <|im_end|> of the test tokenizer
@@ -36,7 +36,7 @@ def script(prompt_ids: list[int], seed: int) -> list[int]:
 
 
 def converse(
-    plane: ServedPlane, claim: dict[str, Any], num_turns: int, streamed: bool
+    plane: planes.ServedPlane, claim: dict[str, Any], num_turns: int, streamed: bool
 ) -> list[dict[str, Any]]:
     """An agent that asks, reads the whole answer and goes on. Returns usage and text of each turn."""
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
@@ -48,7 +48,7 @@ def converse(
         body = {"model": "policy", "messages": messages, "max_tokens": BUDGET}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-            response = httpx.post(plane.url + path, json=body, headers=headers, timeout=patience())
+            response = httpx.post(plane.url + path, json=body, headers=headers, timeout=waits.patience())
             events = [httpx_json(line) for line in response.text.split("\n\n") if line.startswith("data: {")]
             assert "error" not in events[-1], events[-1]
             choices = [event["choices"][0] for event in events if event["choices"]]
@@ -58,7 +58,7 @@ def converse(
                 "tokens": events[-1]["usage"]["completion_tokens"],
             }
         else:
-            response = httpx.post(plane.url + path, json=body, headers=headers, timeout=patience())
+            response = httpx.post(plane.url + path, json=body, headers=headers, timeout=waits.patience())
             assert response.status_code == 200, response.text
             [choice] = response.json()["choices"]
             answer = {
@@ -78,12 +78,12 @@ def httpx_json(line: str) -> Any:
 class Disturbances:
     """What a cluster does to a run, one step at a time; after each step there are two engines."""
 
-    def __init__(self, plane: ServedPlane, run_id: str) -> None:
+    def __init__(self, plane: planes.ServedPlane, run_id: str) -> None:
         self.server = plane
         self.run_id = run_id
         self.version = 0
         self.names = itertools.count()
-        self.killed: RecordingEngine | None = None
+        self.killed: planes.RecordingEngine | None = None
         self.leases = [self.connect(), self.connect()]
 
     def connect(self) -> str:
@@ -100,10 +100,10 @@ class Disturbances:
     def kill(self) -> None:
         # a request that may have ended an engine is refused if the next one ends by chance, too
         if self.killed is not None:
-            wait_until(lambda: all(map(self._is_cleared, self.killed.unproven)))
+            waits.wait_until(lambda: all(map(self._is_cleared, self.killed.unproven)))
         engine = self.server.engines[self.leases[0]]
         engine.killed = True
-        wait_until(lambda: engine.died_at < math.inf or not engine.num_requests)
+        waits.wait_until(lambda: engine.died_at < math.inf or not engine.num_requests)
         engine.killed = False
         if engine.died_at == math.inf:
             return self.revoke()  # at rest it takes no step in which it could die
@@ -139,9 +139,9 @@ class Disturbances:
 
 
 @pytest.fixture(scope="module")
-def shared_plane(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[ServedPlane]:
-    with running_app() as url, operator_client(url) as http:
-        yield ServedPlane(url, http, tmp_path_factory.mktemp("runs"), model_dir)
+def shared_plane(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[planes.ServedPlane]:
+    with planes.running_app() as url, planes.operator_client(url) as http:
+        yield planes.ServedPlane(url, http, tmp_path_factory.mktemp("runs"), model_dir)
 
 
 run_numbers = itertools.count()
@@ -155,7 +155,7 @@ DISTURBANCES = ["revoke", "kill", "update", "freeze", "evacuate", "evacuate_one"
     conversations=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=2, max_size=2),
 )
 def test_agents_see_whole_answers_and_the_record_is_exact(
-    shared_plane: ServedPlane,
+    shared_plane: planes.ServedPlane,
     renderer: Renderer,
     disturbances: list[str],
     conversations: list[tuple[int, bool]],
@@ -186,7 +186,7 @@ def test_agents_see_whole_answers_and_the_record_is_exact(
     for disturbance in disturbances:
         getattr(cluster, disturbance)()
     for thread in agents:
-        join(thread)
+        waits.join(thread)
     for claim in claims:
         report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "e"}
         shared_plane.post(f"/sessions/{claim['session_id']}/finish", report)
@@ -225,7 +225,7 @@ def check_row(
     assert (np.diff(sampled) >= 0).all()
 
 
-def check_requests(plane: ServedPlane, rows: list[Trajectory]) -> None:
+def check_requests(plane: planes.ServedPlane, rows: list[Trajectory]) -> None:
     """Every engine was asked to continue exactly what is recorded."""
     recorded = {
         tuple(row.token_ids[: span.start + position].tolist())
@@ -239,7 +239,7 @@ def check_requests(plane: ServedPlane, rows: list[Trajectory]) -> None:
         assert request.position + request.max_tokens == BUDGET
 
 
-def test_a_next_turn_goes_where_its_branch_is_cached(shared_plane: ServedPlane) -> None:
+def test_a_next_turn_goes_where_its_branch_is_cached(shared_plane: planes.ServedPlane) -> None:
     run_id = f"run{next(run_numbers)}"
     shared_plane.register(run_id=run_id, run_dir=str(shared_plane.run_dir / run_id))
     first, second = Disturbances(shared_plane, run_id).leases
@@ -267,7 +267,9 @@ def test_a_next_turn_goes_where_its_branch_is_cached(shared_plane: ServedPlane) 
     shared_plane.post(f"/runs/{run_id}/release")
 
 
-def test_a_full_line_and_a_long_wait_are_refused_with_a_time_to_come_back(shared_plane: ServedPlane) -> None:
+def test_a_full_line_and_a_long_wait_are_refused_with_a_time_to_come_back(
+    shared_plane: planes.ServedPlane,
+) -> None:
     run_id = f"run{next(run_numbers)}"
     shared_plane.register(
         run_id=run_id, run_dir=str(shared_plane.run_dir / run_id), max_waiting=1, request_patience_s=0.5
@@ -281,10 +283,10 @@ def test_a_full_line_and_a_long_wait_are_refused_with_a_time_to_come_back(shared
         target=lambda: answers.append(shared_plane.http.post(path, json=body, headers=headers))
     )
     waiting.start()
-    wait_until(lambda: shared_plane.get(f"/runs/{run_id}")["requests_waiting"] == 1)
+    waits.wait_until(lambda: shared_plane.get(f"/runs/{run_id}")["requests_waiting"] == 1)
     refused = shared_plane.http.post(path, json=body, headers=headers)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
-    join(waiting)
+    waits.join(waiting)
     assert (answers[0].status_code, answers[0].headers["retry-after"]) == (503, "5")
     assert "no engine is connected" in answers[0].json()["error"]["message"]
     shared_plane.post(f"/runs/{run_id}/release")

@@ -23,10 +23,9 @@ from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import Chunk, FinishReason
-from tests.bench.dataplane.specs import SPEC
-from tests.bench.dataplane.tokenizers import TEMPLATE
-from tests.patience import patience
-from tests.properties import examples
+from tests.bench import dataplane
+from tests.bench.properties import examples
+from tests.bench.waits import patience
 
 STOP = "the la"
 TEXTS = ["the lazy fox", " the", "naïve", "数学は", "\U0001f600", " ", "  ", "\n", STOP]
@@ -76,11 +75,13 @@ TOKENIZERS = {
 def run_of_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedRun:
     folder: Path = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=TOKENIZERS[request.param], eos_token="<|im_end|>", chat_template=TEMPLATE
+        tokenizer_object=TOKENIZERS[request.param],
+        eos_token="<|im_end|>",
+        chat_template=dataplane.tokenizers.TEMPLATE,
     )
     tokenizer.save_pretrained(folder)
     changes = {"run_dir": str(folder), "model_dir": str(folder), "context_length": 4096}
-    spec = RunSpec.model_validate(SPEC | changes)
+    spec = RunSpec.model_validate(dataplane.specs.SPEC | changes)
     state = RunState(spec, Memory())
     return ServedRun(state, Renderer(str(folder)), Journal(folder / "run.journal"), 10.0)
 

@@ -27,19 +27,14 @@ from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
-from tests.bench.dataplane.conversations import user
-from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app, say
-from tests.bench.dataplane.router import ClusterEngine, scripted
-from tests.bench.dataplane.specs import SPEC, changed
-from tests.patience import join, patience, until, wait_until
-
-RETRY = {"x-stainless-retry-count": "1"}
+from tests.bench import dataplane, waits
+from tests.bench.dataplane import planes
 
 
 class Agent:
     """Repeats the same request, as SDKs and frameworks do, each time in a thread of its own."""
 
-    def __init__(self, plane: ServedPlane) -> None:
+    def __init__(self, plane: planes.ServedPlane) -> None:
         self.server = plane
         [self.claim] = plane.claim()
         self.key = {"Authorization": f"Bearer {self.claim['key']}"}
@@ -66,19 +61,19 @@ class Agent:
 
 @pytest.fixture
 def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
-    with running_app(grace_s=30.0) as url, agent_of(url, tmp_path, model_dir, renderer) as agent:
+    with planes.running_app(grace_s=30.0) as url, agent_of(url, tmp_path, model_dir, renderer) as agent:
         yield agent
 
 
 @contextlib.contextmanager
 def agent_of(url: str, folder: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
-    with operator_client(url) as http:
-        plane = ServedPlane(url, http, folder, model_dir)
+    with planes.operator_client(url) as http:
+        plane = planes.ServedPlane(url, http, folder, model_dir)
         plane.register(group_size=1, groups_per_batch=1)
-        plane.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+        plane.connect(lambda prompt, seed: planes.say(renderer, f"answer {seed % 1000}"))
         yield Agent(plane)
         http.post("/runs/run/release")
-        join(plane.threads[0])
+        waits.join(plane.threads[0])
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:
@@ -86,8 +81,8 @@ def said(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name != "created"}
 
 
-def wait_for_requests(plane: ServedPlane, count: int) -> None:
-    wait_until(lambda: plane.get("/runs/run")["requests_waiting"] == count)
+def wait_for_requests(plane: planes.ServedPlane, count: int) -> None:
+    waits.wait_until(lambda: plane.get("/runs/run")["requests_waiting"] == count)
 
 
 def test_a_request_sent_again_after_its_connection_broke_joins_the_turn(agent: Agent) -> None:
@@ -95,7 +90,7 @@ def test_a_request_sent_again_after_its_connection_broke_joins_the_turn(agent: A
     agent.ask_and_leave()
     again = agent.start()
     agent.server.post("/runs/run/resume")
-    assert again.result(patience())["id"].endswith(".0.0")
+    assert again.result(waits.patience())["id"].endswith(".0.0")
     assert len(agent.server.asked) == 1
 
 
@@ -103,7 +98,7 @@ def test_an_answer_that_its_client_did_not_wait_for_is_given_to_the_next_one(age
     agent.server.post("/runs/run/pause")
     agent.ask_and_leave()
     agent.server.post("/runs/run/resume")
-    wait_until(lambda: agent.server.get("/runs/run")["engines"][0]["tokens"] > 0)
+    waits.wait_until(lambda: agent.server.get("/runs/run")["engines"][0]["tokens"] > 0)
     assert agent.ask()["id"].endswith(".0.0")
     assert agent.ask()["id"].endswith(".0.1"), "that answer was delivered: this asks for another sample"
     assert len(agent.server.asked) == 2
@@ -113,9 +108,9 @@ def test_a_retry_joins_although_the_first_connection_looks_alive(agent: Agent) -
     agent.server.post("/runs/run/pause")
     first = agent.start()
     wait_for_requests(agent.server, 1)
-    second = agent.start(RETRY)
+    second = agent.start(dataplane.served_runs.RETRY)
     agent.server.post("/runs/run/resume")
-    assert said(first.result(patience())) == said(second.result(patience()))
+    assert said(first.result(waits.patience())) == said(second.result(waits.patience()))
     assert len(agent.server.asked) == 1
 
 
@@ -124,12 +119,12 @@ def test_equal_requests_of_two_waiting_clients_are_two_samples(agent: Agent) -> 
     answers = [agent.start(), agent.start()]
     wait_for_requests(agent.server, 2)
     agent.server.post("/runs/run/resume")
-    assert len({answer.result(patience())["id"] for answer in answers}) == 2
+    assert len({answer.result(waits.patience())["id"] for answer in answers}) == 2
 
 
 def test_a_retry_after_the_end_gets_the_same_answer(agent: Agent) -> None:
     first = agent.ask()
-    assert said(agent.ask(RETRY)) == said(first)
+    assert said(agent.ask(dataplane.served_runs.RETRY)) == said(first)
     assert agent.ask()["id"] != first["id"]
 
 
@@ -150,7 +145,7 @@ def test_an_answer_that_was_continued_is_not_given_again(agent: Agent) -> None:
     }
     path = f"/sessions/{agent.claim['session_id']}/v1/chat/completions"
     agent.server.post(path, body)
-    assert agent.ask(RETRY)["id"] != first["id"]
+    assert agent.ask(dataplane.served_runs.RETRY)["id"] != first["id"]
 
 
 def test_an_answer_nobody_got_is_not_trained(agent: Agent) -> None:
@@ -158,7 +153,7 @@ def test_an_answer_nobody_got_is_not_trained(agent: Agent) -> None:
     plane.post("/runs/run/pause")
     agent.ask_and_leave()
     plane.post("/runs/run/resume")
-    wait_until(lambda: plane.get("/runs/run")["engines"][0]["tokens"] > 0)
+    waits.wait_until(lambda: plane.get("/runs/run")["engines"][0]["tokens"] > 0)
     answer = agent.ask(content="something else")
     report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "e"}
     plane.post(f"/sessions/{agent.claim['session_id']}/finish", report)
@@ -173,7 +168,8 @@ def test_a_retry_of_several_samples_gets_the_same_ones(agent: Agent, streamed: b
     path = f"/sessions/{agent.claim['session_id']}/v1/chat/completions"
     post = agent.server.http.post
     first, again, other = (
-        texts(post(path, json=body, headers=agent.key | headers)) for headers in ({}, RETRY, {})
+        texts(post(path, json=body, headers=agent.key | headers))
+        for headers in ({}, dataplane.served_runs.RETRY, {})
     )
     assert len(set(first)) == 2
     assert again == first
@@ -205,7 +201,7 @@ def test_a_retry_gets_the_same_answer_in_every_dialect(
     path = f"/sessions/{agent.claim['session_id']}/v1/{route}"
     first, again, other = (
         agent.server.http.post(path, json={"model": "policy"} | body, headers=headers).json()
-        for headers in ({}, RETRY, {})
+        for headers in ({}, dataplane.served_runs.RETRY, {})
     )
     parts = ("content", "output", "choices")
     assert [again.get(name) for name in parts] == [first.get(name) for name in parts]
@@ -235,7 +231,9 @@ class Asked:
     @classmethod
     async def begin(cls, folder: Path, model_dir: str) -> Asked:
         folders = {"run_dir": str(folder), "model_dir": model_dir}
-        spec = RunSpec.model_validate(changed(SPEC, **folders, group_size=1, max_tokens=len(ANSWER)))
+        spec = RunSpec.model_validate(
+            dataplane.specs.changed(dataplane.specs.SPEC, **folders, group_size=1, max_tokens=len(ANSWER))
+        )
         path = folder / "run.journal"
         run = await open_run(spec, Journal(path), 10.0, Memory())
         [session], _ = await claiming.claim(run, ClaimBody(runner="a0", max=1))
@@ -248,8 +246,10 @@ class Asked:
         self.run = reopened
         self.session = self.run.sessions[self.session.session_id]
 
-    def connect(self) -> ClusterEngine:
-        engine = ClusterEngine(self.run.router, "e0", scripted(lambda prompt, seed: ANSWER), 8)
+    def connect(self) -> dataplane.router.ClusterEngine:
+        engine = dataplane.router.ClusterEngine(
+            self.run.router, "e0", dataplane.router.scripted(lambda prompt, seed: ANSWER), 8
+        )
         engine.act()
         return engine
 
@@ -268,14 +268,14 @@ class Asked:
         kept."""
         engine = self.connect()
         asking = asyncio.ensure_future(self.ask(request))
-        await until(lambda: bool(engine.asked))
+        await waits.until(lambda: bool(engine.asked))
         [generation] = self.session.running
         while len(generation.token_ids) < 20:
             engine.act()
             await asyncio.sleep(0)
         if request.stop:  # what is read one by one, each after the last is on the disk
             [turn] = self.run.turns.in_flight[self.session.session_id]
-            await until(lambda: turn.reader.num_read == len(generation.token_ids))
+            await waits.until(lambda: turn.reader.num_read == len(generation.token_ids))
         engine.die()
         self.run.router.limits = replace(self.run.router.limits, patience_s=-1.0)
         self.run.router.sweep()
@@ -287,9 +287,9 @@ class Asked:
 
 
 REQUESTS = [
-    TurnRequest([user("hi")]),
-    TurnRequest([user("hi")], stream=True),
-    TurnRequest([user("hi")], stop=["no such text"]),
+    TurnRequest([dataplane.conversations.user("hi")]),
+    TurnRequest([dataplane.conversations.user("hi")], stream=True),
+    TurnRequest([dataplane.conversations.user("hi")], stop=["no such text"]),
 ]
 
 

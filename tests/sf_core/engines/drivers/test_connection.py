@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 from websockets.sync.server import ServerConnection, serve
 
 from sf_core.engines.drivers.connection import Line
-from tests.patience import join
+from tests.bench.waits import join
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -14,10 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.models.cache_size import cache_bytes
 from sf_core.types import GenerationRequest, Sampling
-from tests.bench.engines.model_folders import SIZE
-from tests.closeness import FORWARD, assert_rounded
-from tests.memory import Memory
-from tests.sf_core.engines.torch.test_torch_engine import take
+from tests import bench
+from tests.bench import closeness
+from tests.sf_core.engines.torch import asked
 
 CONTEXT = 12_000
 
@@ -25,7 +22,7 @@ CONTEXT = 12_000
 @pytest.fixture(scope="module")
 def two_policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Two policies of one shape."""
-    size = SIZE | {"max_position_embeddings": CONTEXT}
+    size = bench.engines.model_folders.SIZE | {"max_position_embeddings": CONTEXT}
     config = Qwen3Config(**size, head_dim=16, tie_word_embeddings=False)
     paths = tmp_path_factory.mktemp("0"), tmp_path_factory.mktemp("1")
     for seed, path in enumerate(paths):
@@ -48,7 +45,7 @@ def engine_of(
     engine = TorchEngine(
         folder, max_running=max_running, context_length=CONTEXT, dtype=dtype, kv_on_update=kv_on_update
     )
-    take(engine, folder, 0)
+    asked.take(engine, folder, 0)
     return engine
 
 
@@ -56,36 +53,6 @@ def request(name: str, num_tokens: int, max_tokens: int = 12, temperature: float
     generator = torch.Generator().manual_seed(num_tokens)
     prompt = torch.randint(0, 60, (num_tokens,), generator=generator).tolist()
     return GenerationRequest(name, prompt, 0, max_tokens, (), Sampling(temperature, seed=3), stream=True)
-
-
-def finish(
-    engine: TorchEngine, requests: list[GenerationRequest]
-) -> dict[str, tuple[list[int], list[float]]]:
-    """Token ids and log-probs by request."""
-    for r in requests:
-        engine.submit(r)
-    done: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
-    while engine.num_requests:
-        for chunk in engine.step():
-            done[chunk.request_id][0].extend(chunk.token_ids)
-            done[chunk.request_id][1].extend(chunk.logprobs)
-    return done
-
-
-@cache
-def rounded(folder: str, dtype: torch.dtype) -> Any:
-    """The model of the folder in float32, of weights that were rounded to `dtype`."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float()
-
-
-def full_logprobs(folder: str, r: GenerationRequest, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Log-probs that a pass over all of it gives, of weights that were rounded to `dtype`."""
-    model = rounded(folder, dtype)
-    ids = torch.tensor([[*r.prompt_ids, *tokens]])
-    with torch.no_grad():
-        logits = model(ids, logits_to_keep=len(tokens) + 1).logits[0, :-1]
-    scored: torch.Tensor = logits.log_softmax(-1)[range(len(tokens)), tokens]
-    return scored
 
 
 def test_running_requests_get_tokens_while_a_long_prompt_is_filled(first_policy: str) -> None:
@@ -109,9 +76,9 @@ def test_prompts_that_are_filled_in_pieces_give_what_a_full_pass_gives(
     first_policy: str, lengths: tuple[int, ...]
 ) -> None:
     requests = [request(str(i), length) for i, length in enumerate(lengths)]
-    for name, (tokens, logprobs) in finish(engine_of(first_policy), requests).items():
-        expected = full_logprobs(first_policy, requests[int(name)], tokens, torch.float32)
-        assert_rounded(logprobs, expected, FORWARD)
+    for name, (tokens, logprobs) in asked.finish(engine_of(first_policy), requests).items():
+        expected = asked.full_logprobs(first_policy, requests[int(name)], tokens, torch.float32)
+        closeness.assert_rounded(logprobs, expected, closeness.FORWARD)
 
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
@@ -122,10 +89,10 @@ def test_kv_of_earlier_weights_in_a_half_filled_prompt_reaches_no_other_request(
     half = request("half", 5000)
     engine.submit(half)
     assert engine.step() == []
-    take(engine, two_policies[1], 1)
+    asked.take(engine, two_policies[1], 1)
     other = replace(half, request_id="other")
-    expected = finish(engine_of(two_policies[1]), [other])["other"][0]
-    done = finish(engine, [other])
+    expected = asked.finish(engine_of(two_policies[1]), [other])["other"][0]
+    done = asked.finish(engine, [other])
     assert done["other"][0] == expected
     assert (done["half"][0] == expected) == (kv_on_update == "recompute")
 
@@ -144,9 +111,11 @@ def test_a_prompt_that_is_aborted_half_filled_is_gone_on_with(first_policy: str)
 
 def test_bfloat16_serves_the_rounded_weights(first_policy: str) -> None:
     requests = [request("a", 3000), request("b", 70)]
-    for name, (tokens, logprobs) in finish(engine_of(first_policy, dtype=torch.bfloat16), requests).items():
+    for name, (tokens, logprobs) in asked.finish(
+        engine_of(first_policy, dtype=torch.bfloat16), requests
+    ).items():
         r = next(r for r in requests if r.request_id == name)
-        expected = full_logprobs(first_policy, r, tokens, torch.bfloat16)
+        expected = asked.full_logprobs(first_policy, r, tokens, torch.bfloat16)
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=0.1, rtol=0)
 
 
@@ -155,7 +124,7 @@ def test_the_cache_takes_the_memory_that_was_foretold(
     first_policy: str, dtype: torch.dtype, name: str
 ) -> None:
     config = AutoModelForCausalLM.from_pretrained(first_policy).config.to_dict()
-    with Memory() as memory:
+    with bench.memory.Memory() as memory:
         engine = engine_of(first_policy, 3, dtype)
     assert memory.held == cache_bytes(config, 3, CONTEXT, name)
     assert engine.version == 0
@@ -167,8 +136,8 @@ def test_memory_beside_the_cache_grows_with_the_context_and_not_with_its_square(
 ) -> None:
     def peak(num_tokens: int) -> int:
         engine = engine_of(first_policy, dtype=dtype)
-        with Memory() as memory:
-            finish(engine, [request("long", num_tokens, 4), request("short", 30, 4)])
+        with bench.memory.Memory() as memory:
+            asked.finish(engine, [request("long", num_tokens, 4), request("short", 30, 4)])
         return memory.peak
 
     peaks = [peak(num_tokens) for num_tokens in (2100, 4200, 8400)]

@@ -13,9 +13,8 @@ from sf_core.engines.torch.kv_cache import KVCache
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import GenerationRequest, Sampling
 from tests.bench.engines.model_folders import ModelFolders
-from tests.properties import examples
-from tests.sf_core.engines.torch.test_long_prompts import finish, full_logprobs
-from tests.sf_core.engines.torch.test_torch_engine import engine_of, prompts, take
+from tests.bench.properties import examples
+from tests.sf_core.engines.torch import asked
 
 GROUP_SIZE = 8
 SAMPLED = 5
@@ -77,11 +76,11 @@ def differences(
 ) -> torch.Tensor:
     """Differences between the engine's log-probs and those of a pass over whole sequences."""
     by_id = {request.request_id: request for request in requests}
-    done = finish(engine, requests)
+    done = asked.finish(engine, requests)
     assert done.keys() == by_id.keys()
     return torch.cat(
         [
-            (torch.tensor(logprobs) - full_logprobs(folder, by_id[name], tokens, dtype)).abs()
+            (torch.tensor(logprobs) - asked.full_logprobs(folder, by_id[name], tokens, dtype)).abs()
             for name, (tokens, logprobs) in done.items()
         ]
     )
@@ -90,12 +89,12 @@ def differences(
 def test_the_prompt_of_a_group_that_comes_back_under_new_weights_is_computed_once(
     model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = prompts(40, 33)
+    first, second = asked.prompts(40, 33)
     requests = [*group_of(first, 0), *group_of(second, 100)]
-    engine = engine_of(model_folders(), max_running=len(requests))
+    engine = asked.engine_of(model_folders(), max_running=len(requests))
     again = interrupt(engine, requests, SAMPLED)
     assert {request.position for request in again} == {SAMPLED}
-    take(engine, model_folders("qwen3", 1), 1)
+    asked.take(engine, model_folders("qwen3", 1), 1)
     filled = Filled(monkeypatch)
     for request in again:
         engine.submit(request)
@@ -117,11 +116,11 @@ def test_in_bfloat16_a_group_that_comes_back_is_as_exact_as_bfloat16_is(model_fo
 
 def differences_of_a_group(model_folders: ModelFolders, dtype: torch.dtype) -> torch.Tensor:
     """Differences of a group that continues under other weights."""
-    (prompt,) = prompts(30)
-    engine = engine_of(model_folders(), max_running=12, dtype=dtype)
+    (prompt,) = asked.prompts(30)
+    engine = asked.engine_of(model_folders(), max_running=12, dtype=dtype)
     requests = group_of(prompt, 0)
     again = interrupt(engine, requests, SAMPLED)
-    take(engine, model_folders("qwen3", 1), 1)
+    asked.take(engine, model_folders("qwen3", 1), 1)
     return differences(model_folders("qwen3", 1), engine, again, dtype)
 
 
@@ -135,8 +134,8 @@ def test_any_part_of_a_prompt_may_have_been_sampled_before(
 ) -> None:
     """All of it too, and prompts of one token, beside KV that earlier requests left behind."""
     folder = model_folders(kind)
-    engine = engine_of(folder, max_running=data.draw(st.integers(1, 6)), context_length=60)
-    shared = prompts(30)[0]
+    engine = asked.engine_of(folder, max_running=data.draw(st.integers(1, 6)), context_length=60)
+    shared = asked.prompts(30)[0]
     for round_ in range(data.draw(st.integers(1, 2))):
         requests = []
         for i in range(data.draw(st.integers(1, 8))):

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from storage.tensors.weights import ADAPTER_NAME, FILE_NAME
-from tests.patience import patience
+from tests.bench.waits import patience
 
 VOCABULARY = 60
 

@@ -17,9 +17,9 @@ from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.deliveries import Adapters
 from sf_core.engines.vllm.server import TAKES_ADAPTERS
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
+from tests.bench.engines.adapter_contract import AdapterEngineTests
 from tests.bench.engines.adapter_folders import AdapterFolders
-from tests.sf_core.engines.adapter_contract import AdapterEngineTests
-from tests.sf_core.engines.vllm.conftest import CONTEXT, config, own_socket, servers
+from tests.sf_core.engines.vllm import small_policies
 
 # test_contract.py has what every server promises
 pytestmark = pytest.mark.nightly
@@ -33,7 +33,7 @@ MOST_GROWTH = 60e6
 @pytest.fixture(scope="module")
 def adapting(vllm: str, adapters: AdapterFolders) -> Iterator[Engine]:
     """An engine whose server is started by the first test."""
-    engine = make_engine(config(adapts=True), adapters.start(KIND))
+    engine = make_engine(small_policies.config(adapts=True), adapters.start(KIND))
     yield engine
     engine.close()
 
@@ -42,7 +42,7 @@ class TestContract(AdapterEngineTests):
     num_tokens = 120
     """More than any engine samples in the few steps of a test that interrupts."""
     num_sequences = 5
-    context_length = CONTEXT
+    context_length = small_policies.CONTEXT
     kind = KIND
 
     @pytest.fixture(autouse=True)
@@ -68,7 +68,9 @@ class TestContract(AdapterEngineTests):
                 for i in range(len(requests), len(requests) + number):
                     sampling = Sampling(seed=i)
                     requests.append(
-                        GenerationRequest(f"{i}", [5 + i, 6], 0, CONTEXT - 2, (), sampling, stream=True)
+                        GenerationRequest(
+                            f"{i}", [5 + i, 6], 0, small_policies.CONTEXT - 2, (), sampling, stream=True
+                        )
                     )
                     engine.submit(requests[-1])
 
@@ -86,7 +88,7 @@ class TestContract(AdapterEngineTests):
             assert versions(chunks) == [0, 1, 5, 9]
             for request in requests:
                 own = [chunk for chunk in chunks if chunk.request_id == request.request_id]
-                assert len(ids_of(own)) == CONTEXT - 2
+                assert len(ids_of(own)) == small_policies.CONTEXT - 2
                 self.check_logprobs(request, own)
 
     def test_a_server_that_is_killed_between_two_versions_serves_the_next_one_when_it_is_back(
@@ -98,7 +100,7 @@ class TestContract(AdapterEngineTests):
         async def kill_before(adapters: Adapters, client: VllmClient) -> None:
             if adapters.model and adapters.model.startswith("policy.1.") and not killed:
                 killed.append(adapters.model)
-                for process in servers():
+                for process in small_policies.servers():
                     process.kill()
             await unload_others(adapters, client)
 
@@ -122,7 +124,7 @@ class TestContract(AdapterEngineTests):
     ) -> None:
         memory = list[int]()
         with self.serve() as engine:
-            url = as_tcp(own_socket(TAKES_ADAPTERS))
+            url = as_tcp(small_policies.own_socket(TAKES_ADAPTERS))
             for version in range(1, 61):
                 engine.submit(self.request("r"))
                 # of 30 adapters, each twice
@@ -132,7 +134,7 @@ class TestContract(AdapterEngineTests):
                 known = {card["id"]: card["root"] for card in list_models(url) if card["parent"]}
                 assert any(name.startswith(f"policy.{version}.") for name in known) and len(known) <= 2
                 assert all(Path(folder, "adapter_model.safetensors").exists() for folder in known.values())
-                memory.append(sum(process.memory_info().rss for process in servers()))
+                memory.append(sum(process.memory_info().rss for process in small_policies.servers()))
         assert max(memory[-10:]) - min(memory[5:15]) < MOST_GROWTH
 
 

@@ -7,8 +7,8 @@ from sf_core.engines.protocol import AsyncEngine, Engine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, until
 from sf_core.types import GenerationRequest, Sampling
-from tests.sf_core.engines.grammar_contract import GrammarEngineTests
-from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config
+from tests.bench.engines.grammar_contract import GrammarEngineTests
+from tests.sf_core.engines.vllm import small_policies
 
 pytestmark = pytest.mark.system
 
@@ -22,10 +22,10 @@ class TestContract(GrammarEngineTests):
     """More than any engine samples in the few steps of a test that interrupts."""
     num_sequences = 5
     num_examples = 5
-    context_length = CONTEXT
+    context_length = small_policies.CONTEXT
 
     @pytest.fixture(autouse=True)
-    def _of(self, engine: AsyncEngine, tied: Policies) -> None:
+    def _of(self, engine: AsyncEngine, tied: small_policies.Policies) -> None:
         self.engine = engine
         self.policies = tied
         # after a test that failed
@@ -51,7 +51,7 @@ class TestContract(GrammarEngineTests):
     def test_greedy_turns_go_on_in_the_torch_engine_and_come_back_with_the_same_ids(self) -> None:
         expected = self.sample_alone()
         vllm = DrivenEngine(self.engine)
-        torch_engine = DrivenEngine(make_engine(config(kind="torch"), self.folder(0)))
+        torch_engine = DrivenEngine(make_engine(small_policies.config(kind="torch"), self.folder(0)))
         pieces: list[list[int]] = []
 
         def pass_around() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import sf_core
-from tests.bench.engines.model_folders import STOP, VOCABULARY, write_tokenizer
-from tests.patience import patience
+from tests.bench.engines import model_folders
+from tests.bench.waits import patience
 
 pytestmark = pytest.mark.system
 
@@ -81,9 +81,17 @@ print("held")
 def test_slots_of_a_gpu_are_held_to_their_grammars(vllm: str, tmp_path: Path) -> None:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "sf_core").symlink_to(Path(sf_core.__file__).parent)
-    write_tokenizer(tmp_path)
+    model_folders.write_tokenizer(tmp_path)
     ended = subprocess.run(
-        [vllm, "-c", SCRIPT, tmp_path, str(STOP), str(VOCABULARY.index("0")), str(len(VOCABULARY))],
+        [
+            vllm,
+            "-c",
+            SCRIPT,
+            tmp_path,
+            str(model_folders.STOP),
+            str(model_folders.VOCABULARY.index("0")),
+            str(len(model_folders.VOCABULARY)),
+        ],
         env={"PYTHONPATH": str(tmp_path / "modules"), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,

@@ -15,8 +15,8 @@ from sf_core.engines.vllm import judge_server
 from sf_core.engines.vllm.judge_server import serve_judges
 from sf_core.types import Endpoint
 from tests.bench.refusals import check_sentence
-from tests.patience import wait_until
-from tests.sf_core.engines.vllm.conftest import servers
+from tests.bench.waits import wait_until
+from tests.sf_core.engines.vllm.small_policies import servers
 
 pytestmark = pytest.mark.system
 

@@ -12,7 +12,7 @@ from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, sample_by_both
 from sf_core.engines.vllm import vllm_engine
 from sf_core.types import Chunk, GenerationRequest, Sampling
-from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config, own_socket
+from tests.sf_core.engines.vllm import small_policies
 from tests.sf_core.engines.vllm.running_server import RunningServer
 
 pytestmark = pytest.mark.system
@@ -22,12 +22,12 @@ LONG = [5 + i % 40 for i in range(140)]
 
 
 @pytest.fixture
-def running(engine: Engine, tied: Policies, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def running(engine: Engine, tied: small_policies.Policies, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engines that are made have the server of the session's engine, in place of one of their own."""
     driven = DrivenEngine(engine)
     awake(driven, tied.ref(0))
     driven.rest()
-    place = RunningServer(socket=own_socket())
+    place = RunningServer(socket=small_policies.own_socket())
     monkeypatch.setattr(vllm_engine, "OwnServer", lambda *_, **__: place)
     yield
     # for the tests that own the server: it has other weights than they gave it
@@ -35,7 +35,7 @@ def running(engine: Engine, tied: Policies, monkeypatch: pytest.MonkeyPatch) -> 
     driven.rest()
 
 
-def difference(policy: Policies, prompt: list[int], chunks: list[Chunk]) -> float:
+def difference(policy: small_policies.Policies, prompt: list[int], chunks: list[Chunk]) -> float:
     """Largest difference of the log-probs to a full forward pass by the weights of the last chunk."""
     ids = [*prompt, *ids_of(chunks)]
     expected = policy.logits(chunks[-1].version, ids).log_softmax(-1)
@@ -48,10 +48,12 @@ def difference(policy: Policies, prompt: list[int], chunks: list[Chunk]) -> floa
 @pytest.mark.usefixtures("running")
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
 def test_kv_of_a_running_request_is_kept_or_computed_anew_with_the_new_weights(
-    untied: Policies, kv_on_update: Literal["keep", "recompute"]
+    untied: small_policies.Policies, kv_on_update: Literal["keep", "recompute"]
 ) -> None:
-    engine = DrivenEngine(make_engine(config(kv_on_update=kv_on_update), untied.folder(0)))
-    request = GenerationRequest("r", LONG, 0, CONTEXT - len(LONG), (), Sampling(seed=1), stream=True)
+    engine = DrivenEngine(make_engine(small_policies.config(kv_on_update=kv_on_update), untied.folder(0)))
+    request = GenerationRequest(
+        "r", LONG, 0, small_policies.CONTEXT - len(LONG), (), Sampling(seed=1), stream=True
+    )
 
     def update() -> list[Chunk]:
         awake(engine, untied.ref(0))

@@ -27,12 +27,11 @@ from sf_core.types import Chunk, GenerationRequest, PictureSpan
 from storage.files import list_files, write_atomic
 from storage.media import media_file, store_picture
 from storage.tensors.weights import load_weights, save_weights
-from tests.bench.engines.seeing_policies import SeeingPolicies, place_pictures
-from tests.bench.refusals import check_sentence
-from tests.sf_core.engines.vllm.fake_server import PLACEHOLDER, SIDE, VOCABULARY, FakeVllm, fake_vllm
-from tests.sf_core.engines.vllm.test_serving import ServingTests
+from tests import bench
+from tests.sf_core.engines.vllm import fake_server
+from tests.sf_core.engines.vllm.serving_contract import ServingTests
 
-SIGHT = Sight(PLACEHOLDER, SIDE, SIDE**2, 64 * SIDE**2)
+SIGHT = Sight(fake_server.PLACEHOLDER, fake_server.SIDE, fake_server.SIDE**2, 64 * fake_server.SIDE**2)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,11 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("weights")
     for version in range(60):
         save_weights(f"{root}/v-{version}", {"lm_head.weight": torch.full((2, 2), float(version))}, version)
-    shape = {"model_type": "qwen2_5_vl", "vocab_size": VOCABULARY + 1, "image_token_id": PLACEHOLDER}
+    shape = {
+        "model_type": "qwen2_5_vl",
+        "vocab_size": fake_server.VOCABULARY + 1,
+        "image_token_id": fake_server.PLACEHOLDER,
+    }
     (root / "v-0" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     size = {"shortest_edge": SIGHT.min_pixels, "longest_edge": SIGHT.max_pixels}
     (root / "v-0" / PROCESSOR).write_text(json.dumps({"size": size}), encoding="utf-8")
@@ -48,31 +51,33 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeVllm]:
-    with fake_vllm() as fake:
+def fake() -> Iterator[fake_server.FakeVllm]:
+    with fake_server.fake_vllm() as fake:
         yield fake
 
 
 def store(media_dir: str, tall: int, wide: int) -> PictureSpan:
     """A stored picture of so many squares; its `start` is 0."""
     file = io.BytesIO()
-    Image.new("RGB", (SIDE * wide, SIDE * tall), (tall, wide, 0)).save(file, "PNG")
+    Image.new("RGB", (fake_server.SIDE * wide, fake_server.SIDE * tall), (tall, wide, 0)).save(file, "PNG")
     sha256 = store_picture(media_dir, file.getvalue())
-    return PictureSpan(sha256, 0, tall * wide, SIDE * tall, SIDE * wide)
+    return PictureSpan(sha256, 0, tall * wide, fake_server.SIDE * tall, fake_server.SIDE * wide)
 
 
 class TestPictures(ServingTests):
     num_sequences = 5
 
     @pytest.fixture(autouse=True)
-    def _of(self, fake: FakeVllm, versions: Path, tmp_path: Path) -> Iterator[None]:
+    def _of(self, fake: fake_server.FakeVllm, versions: Path, tmp_path: Path) -> Iterator[None]:
         self.fake = fake
         self.folders = versions
         self.media_dir = f"{tmp_path}/run/media"
         one = store(self.media_dir, 2, 3)
         two = store(self.media_dir, 1, 1)
         # neighbours too, and one of them twice
-        self.prompt, self.pictures = place_pictures([5, one, two, 6, one], SIGHT)
+        self.prompt, self.pictures = bench.engines.seeing_policies.place_pictures(
+            [5, one, two, 6, one], SIGHT
+        )
         self.engine = self.made()
         yield
         self.engine.close()
@@ -90,7 +95,7 @@ class TestPictures(ServingTests):
         named = [(Path(urlsplit(p["url"]).path).stem, p["uuid"]) for p in seeing["content_parts"]]
         assert named == [(picture.sha256, picture.sha256) for picture in self.pictures]
         for body in (seeing, blind):
-            assert body["sampling_params"]["logit_bias"] == {str(PLACEHOLDER): -100.0}
+            assert body["sampling_params"]["logit_bias"] == {str(fake_server.PLACEHOLDER): -100.0}
         assert not {"content_parts", "return_token_ids"} & blind.keys()
 
     def test_a_picture_that_the_core_of_the_server_lacks_is_sent_again(self) -> None:
@@ -112,7 +117,9 @@ class TestPictures(ServingTests):
         with self.serve() as engine:
             self.fake.shown_at = 1
             [chunk] = sample(engine, self.request("r"))
-            check_sentence(chunk.fault, "vLLM places the pictures at [{'offset': 2, 'length': 6}, ")
+            bench.refusals.check_sentence(
+                chunk.fault, "vLLM places the pictures at [{'offset': 2, 'length': 6}, "
+            )
             assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
             self.fake.shown_at = 0
             assert len(sample(engine, self.request("r"))) > 1
@@ -128,22 +135,22 @@ class TestPictures(ServingTests):
             ):
                 spoil()
                 [chunk] = sample(engine, self.request("r"))
-                check_sentence(chunk.fault, str(file), sentence)
+                bench.refusals.check_sentence(chunk.fault, str(file), sentence)
                 assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
             assert len(self.fake.bodies) == 0
 
 
 async def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
-    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
+    fake: fake_server.FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = f"memory://{uuid.uuid4().hex}/media"
     shown = [store(remote, 1, wide) for wide in range(1, 5)]
-    broken, missing = (PictureSpan(digit * 64, 1, 1, SIDE, SIDE) for digit in "01")
+    broken, missing = (PictureSpan(digit * 64, 1, 1, fake_server.SIDE, fake_server.SIDE) for digit in "01")
     seen = Pictures(SIGHT, remote)
 
     async def ask(*pictures: PictureSpan) -> list[StreamPiece]:
         client = VllmClient(fake.url)
-        ids, spans = place_pictures([5, *pictures], SIGHT)
+        ids, spans = bench.engines.seeing_policies.place_pictures([5, *pictures], SIGHT)
         sampling = {"max_tokens": 1, "stop_token_ids": (), "stream_interval": 1}
         body = {"request_id": "r", "token_ids": ids, "sampling_params": sampling}
         try:
@@ -191,7 +198,7 @@ def test_a_server_that_shows_pictures_has_a_tokenizer_and_reads_files_of_their_f
 def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_part_of_a_version(
     tmp_path: Path,
 ) -> None:
-    policies = SeeingPolicies(tmp_path)
+    policies = bench.engines.seeing_policies.SeeingPolicies(tmp_path)
     for untied in (True, False):
         folder = PolicyFolder(policies.start_dir, untied=untied, max_picture_tokens=16)
         for version in (1, 0, 2):
@@ -225,7 +232,7 @@ def test_a_vllm_that_cannot_prepare_pictures_is_said_for_a_policy_that_sees(
     shape = {"model_type": "qwen2_5_vl", "text_config": {"head_dim": 32}}
     with pytest.raises(ValueError) as refused:
         check_shape(shape)
-    check_sentence(str(refused.value), str(python), "no torchvision", "`make vllm`")
+    bench.refusals.check_sentence(str(refused.value), str(python), "no torchvision", "`make vllm`")
     check_shape(shape | {"model_type": "qwen3"})
     (packages / "torchvision").mkdir()
     check_shape(shape)

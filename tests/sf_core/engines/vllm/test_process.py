@@ -17,10 +17,9 @@ from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, sample_by_both, until
 from sf_core.types import Chunk, GenerationRequest, Sampling
-from tests.bench.engines.model_folders import ModelFolders
-from tests.bench.refusals import check_sentence
-from tests.patience import patience, wait_until
-from tests.sf_core.engines.vllm.conftest import Policies, config, servers
+from tests import bench
+from tests.bench import waits
+from tests.sf_core.engines.vllm import small_policies
 
 pytestmark = pytest.mark.system
 
@@ -34,7 +33,7 @@ def request(name: str, max_tokens: int = 300) -> GenerationRequest:
     return GenerationRequest(name, PROMPT, 0, max_tokens, (), Sampling(seed=len(name)), stream=True)
 
 
-def check_logprobs(policy: Policies, chunks: list[Chunk]) -> None:
+def check_logprobs(policy: small_policies.Policies, chunks: list[Chunk]) -> None:
     """Tokens of one request, each under the weights of its version."""
     ids = [*PROMPT, *ids_of(chunks)]
     place = len(PROMPT)
@@ -46,11 +45,11 @@ def check_logprobs(policy: Policies, chunks: list[Chunk]) -> None:
 
 
 @pytest.fixture(scope="module")
-def own(vllm: str, untied: Policies) -> Iterator[DrivenEngine]:
+def own(vllm: str, untied: small_policies.Policies) -> Iterator[DrivenEngine]:
     """An engine that each test leaves without a server, so that the next one has it started again."""
     # at temperature 1 these are no others
     arguments = ["--logprobs-mode=raw_logprobs"]
-    engine = DrivenEngine(make_engine(config(vllm={"arguments": arguments}), untied.folder(0)))
+    engine = DrivenEngine(make_engine(small_policies.config(vllm={"arguments": arguments}), untied.folder(0)))
     yield engine
     engine.close()
 
@@ -58,7 +57,7 @@ def own(vllm: str, untied: Policies) -> Iterator[DrivenEngine]:
 # most tests here need a start of the server each, 90 CPU-seconds
 @pytest.mark.nightly
 def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_server_is_lost(
-    own: DrivenEngine, untied: Policies, as_tcp: Callable[[str], str]
+    own: DrivenEngine, untied: small_policies.Policies, as_tcp: Callable[[str], str]
 ) -> None:
     processes = serving(own, untied)
 
@@ -78,10 +77,10 @@ def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_ser
 def test_a_server_computes_in_the_dtype_of_the_run_whatever_that_of_the_file_is(
     vllm: str, tmp_path: Path
 ) -> None:
-    policies = Policies(tmp_path, tied=False)
+    policies = small_policies.Policies(tmp_path, tied=False)
     folder = policies.folder(0)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    settings = config(vllm={"arguments": ["--logprobs-mode=raw_logprobs"]})
+    settings = small_policies.config(vllm={"arguments": ["--logprobs-mode=raw_logprobs"]})
     engine = DrivenEngine(make_engine(settings, folder))
     awake(engine, policies.ref(0))
     engine.submit(request("r", max_tokens=20))
@@ -91,7 +90,7 @@ def test_a_server_computes_in_the_dtype_of_the_run_whatever_that_of_the_file_is(
 
 @pytest.mark.nightly
 def test_a_server_that_is_killed_while_it_starts_is_started_again(
-    own: DrivenEngine, untied: Policies
+    own: DrivenEngine, untied: small_policies.Policies
 ) -> None:
     processes = starting(own, untied)
     one_of(processes, API_SERVER).kill()
@@ -102,7 +101,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(
 
 @pytest.mark.nightly
 def test_a_server_whose_inner_process_is_killed_while_it_samples_is_lost(
-    own: DrivenEngine, untied: Policies
+    own: DrivenEngine, untied: small_policies.Policies
 ) -> None:
     processes = serving(own, untied)
     lose_requests(own, untied, one_of(processes, WORKER).kill)
@@ -110,7 +109,9 @@ def test_a_server_whose_inner_process_is_killed_while_it_samples_is_lost(
 
 
 @pytest.mark.nightly
-def test_a_server_that_is_killed_at_rest_is_started_again(own: DrivenEngine, untied: Policies) -> None:
+def test_a_server_that_is_killed_at_rest_is_started_again(
+    own: DrivenEngine, untied: small_policies.Policies
+) -> None:
     processes = serving(own, untied)
     own.rest()
     one_of(processes, API_SERVER).kill()
@@ -121,7 +122,7 @@ def test_a_server_that_is_killed_at_rest_is_started_again(own: DrivenEngine, unt
 
 @pytest.mark.nightly
 def test_a_server_whose_inner_process_is_killed_while_it_loads_is_lost(
-    own: DrivenEngine, untied: Policies
+    own: DrivenEngine, untied: small_policies.Policies
 ) -> None:
     processes = serving(own, untied)
     worker = one_of(processes, WORKER)
@@ -140,29 +141,29 @@ def test_a_server_whose_inner_process_is_killed_while_it_loads_is_lost(
     check_gone(processes)
 
 
-def starting(engine: DrivenEngine, policy: Policies) -> set[psutil.Process]:
+def starting(engine: DrivenEngine, policy: small_policies.Policies) -> set[psutil.Process]:
     """Have the engine start its server; returns the processes that there are when it has begun."""
-    before = servers()
+    before = small_policies.servers()
     own = set[psutil.Process]()
 
     def look() -> None:
         assert engine.step() == []
-        own.update(servers() - before)
+        own.update(small_policies.servers() - before)
 
     engine.take_weights(policy.ref(0))
     until(look, lambda: any(process.cmdline()[1:3] == ["-m", API_SERVER] for process in own))
     return own
 
 
-def serving(engine: DrivenEngine, policy: Policies) -> set[psutil.Process]:
+def serving(engine: DrivenEngine, policy: small_policies.Policies) -> set[psutil.Process]:
     """Have the engine start its server; returns the server's processes."""
-    before = servers()
+    before = small_policies.servers()
     try:
         awake(engine, policy.ref(0))
     except EngineLostError:
         # the server was killed at rest, and this was the first to notice
         awake(engine, policy.ref(0))
-    return servers() - before
+    return small_policies.servers() - before
 
 
 def one_of(processes: set[psutil.Process], word: str) -> psutil.Process:
@@ -171,7 +172,7 @@ def one_of(processes: set[psutil.Process], word: str) -> psutil.Process:
 
 
 def check_gone(processes: set[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=patience())
+    _, alive = psutil.wait_procs(processes, timeout=waits.patience())
     assert not alive
 
 
@@ -191,7 +192,7 @@ def lost(engine: DrivenEngine) -> list[Chunk]:
     return chunks
 
 
-def lose_requests(engine: DrivenEngine, policy: Policies, kill: Callable[[], None]) -> None:
+def lose_requests(engine: DrivenEngine, policy: small_policies.Policies, kill: Callable[[], None]) -> None:
     """Kill the server while it samples, and check that what was received stands."""
     engine.submit(request("one"))
     engine.submit(request("two"))
@@ -235,43 +236,45 @@ while True:
 @pytest.mark.nightly
 @pytest.mark.parametrize("moment", ["starts", "samples", "loads", "rests"])
 def test_a_worker_that_is_killed_while_its_server_works_leaves_no_process_of_it(
-    vllm: str, tied: Policies, moment: str
+    vllm: str, tied: small_policies.Policies, moment: str
 ) -> None:
     command = [sys.executable, "-c", WORKER_PROCESS, moment, tied.folder(0), tied.folder(1)]
     worker = psutil.Popen(command, stdout=subprocess.PIPE)
     try:
         assert worker.stdout.readline().strip() == moment.encode()
         size = 3 if moment == "starts" else 4
-        wait_until(lambda: len(worker.children(recursive=True)) >= size, "vLLM's processes", every_s=0.1)
+        waits.wait_until(
+            lambda: len(worker.children(recursive=True)) >= size, "vLLM's processes", every_s=0.1
+        )
         family = worker.children(recursive=True)
     finally:
         worker.kill()
     worker.wait()
-    _, alive = psutil.wait_procs(family, timeout=patience())
+    _, alive = psutil.wait_procs(family, timeout=waits.patience())
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_rest_leaves_a_server_starting_which_is_ended_with_the_engine_even_without_its_keeper(
-    vllm: str, tied: Policies
+    vllm: str, tied: small_policies.Policies
 ) -> None:
-    before = servers()
-    engine = DrivenEngine(make_engine(config(), tied.folder(0)))
+    before = small_policies.servers()
+    engine = DrivenEngine(make_engine(small_policies.config(), tied.folder(0)))
     engine.take_weights(tied.ref(0))
-    wait_until(lambda: engine.step() == [] and servers() - before, "a server")
-    own = servers() - before
+    waits.wait_until(lambda: engine.step() == [] and small_policies.servers() - before, "a server")
+    own = small_policies.servers() - before
     engine.rest()
     assert (engine.version, engine.step()) == (None, [])
     # without a GPU it takes nothing that a trainer needs
-    assert servers() >= own
+    assert small_policies.servers() >= own
     engine.take_weights(tied.ref(1))
     next(process for process in own if is_keeper(process.cmdline())).kill()
     engine.close()
-    _, alive = psutil.wait_procs(own, timeout=patience())
+    _, alive = psutil.wait_procs(own, timeout=waits.patience())
     assert not alive
 
 
 def test_a_server_gets_neither_our_settings_nor_keys_but_the_mark_of_its_stack_and_vllms_own(
-    vllm: str, tied: Policies, monkeypatch: pytest.MonkeyPatch
+    vllm: str, tied: small_policies.Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     withheld = (
         "SF_DATAPLANE_KEY",
@@ -284,7 +287,7 @@ def test_a_server_gets_neither_our_settings_nor_keys_but_the_mark_of_its_stack_a
     given = {"SF_STACK": "/planted", "VLLM_PLANTED": "planted", "OMP_NUM_THREADS": "1"}
     for name, value in (dict.fromkeys((*withheld, "PYTHONPATH"), "/planted") | given).items():
         monkeypatch.setenv(name, value)
-    engine = DrivenEngine(make_engine(config(), tied.folder(0)))
+    engine = DrivenEngine(make_engine(small_policies.config(), tied.folder(0)))
     environment = one_of(starting(engine, tied), API_SERVER).environ()
     shown = os.listdir(environment["PYTHONPATH"])
     engine.close()
@@ -294,11 +297,11 @@ def test_a_server_gets_neither_our_settings_nor_keys_but_the_mark_of_its_stack_a
 
 
 def test_three_failed_starts_in_a_row_end_the_engine_with_the_last_lines_of_the_log(
-    tied: Policies, monkeypatch: pytest.MonkeyPatch
+    tied: small_policies.Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a Python without vLLM
     monkeypatch.setenv("SF_VLLM_PYTHON", sys.executable)
-    engine = DrivenEngine(make_engine(config(), tied.folder(0)))
+    engine = DrivenEngine(make_engine(small_policies.config(), tied.folder(0)))
     for _ in range(2):
         with pytest.raises(EngineLostError):
             awake(engine, tied.ref(0))
@@ -309,17 +312,17 @@ def test_three_failed_starts_in_a_row_end_the_engine_with_the_last_lines_of_the_
 
 
 def test_a_policy_whose_heads_would_end_the_server_is_refused_where_its_engine_is_made(
-    vllm: str, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
+    vllm: str, model_folders: bench.engines.model_folders.ModelFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError) as refused:
-        make_engine(config(), model_folders("qwen3"))
-    check_sentence(str(refused.value), "a width of 16 (head_dim)")
+        make_engine(small_policies.config(), model_folders("qwen3"))
+    bench.refusals.check_sentence(str(refused.value), "a width of 16 (head_dim)")
 
 
 def test_without_vllm_the_engine_says_where_it_looked(
-    tied: Policies, monkeypatch: pytest.MonkeyPatch
+    tied: small_policies.Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
     with pytest.raises(FileNotFoundError, match=r"/nowhere/python.*make vllm"):
-        make_engine(config(), tied.folder(0))
+        make_engine(small_policies.config(), tied.folder(0))

@@ -18,19 +18,17 @@ from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, catch, drain, ids_of, sample
 from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan, Sampling, WeightsRef
 from storage.media import media_file
-from tests.bench.engines.adapter_folders import AdapterFolders
-from tests.bench.engines.model_folders import ModelFolders
-from tests.bench.engines.seeing_policies import SeeingPolicies, place_pictures
-from tests.sf_core.engines.model_contract import FolderEngineTests
-from tests.sf_core.engines.vllm.conftest import CONTEXT
+from tests.bench import engines
+from tests.bench.engines import seeing_policies
+from tests.sf_core.engines.vllm.small_policies import CONTEXT
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> SeeingPolicies:
-    return SeeingPolicies(tmp_path_factory.mktemp("seeing"))
+def policies(tmp_path_factory: pytest.TempPathFactory) -> seeing_policies.SeeingPolicies:
+    return seeing_policies.SeeingPolicies(tmp_path_factory.mktemp("seeing"))
 
 
-def config_of(policies: SeeingPolicies, **sections: object) -> RunConfig:
+def config_of(policies: seeing_policies.SeeingPolicies, **sections: object) -> RunConfig:
     run = Path(policies.media_dir).parent
     engine = {"kind": "vllm", "context_length": CONTEXT, "max_running": 32}
     return RunConfig.model_validate(
@@ -39,21 +37,21 @@ def config_of(policies: SeeingPolicies, **sections: object) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def seeing(vllm: str, policies: SeeingPolicies) -> Iterator[Engine]:
+def seeing(vllm: str, policies: seeing_policies.SeeingPolicies) -> Iterator[Engine]:
     """Its server is started by the first test."""
     engine = make_engine(config_of(policies), policies.start_dir)
     yield engine
     engine.close()
 
 
-class TestSeeing(FolderEngineTests):
+class TestSeeing(engines.model_contract.FolderEngineTests):
     num_tokens = 120
     num_sequences = 5
     context_length = CONTEXT
     tolerance = 1e-5
 
     @pytest.fixture(autouse=True)
-    def _of(self, seeing: AsyncEngine, policies: SeeingPolicies) -> None:
+    def _of(self, seeing: AsyncEngine, policies: seeing_policies.SeeingPolicies) -> None:
         self.engine = seeing
         self.policies = policies
         self.vocab_size = policies.vocab_size
@@ -61,7 +59,9 @@ class TestSeeing(FolderEngineTests):
         one = policies.draw(rng)
         two = policies.draw(rng)
         # one of them twice
-        self.prompt, self.pictures = place_pictures([5, one, 6, 7, two, 8, one, 9], policies.sight)
+        self.prompt, self.pictures = seeing_policies.place_pictures(
+            [5, one, 6, 7, two, 8, one, 9], policies.sight
+        )
         # after a test that failed
         seeing.loop.run_until_complete(seeing.rest())
 
@@ -100,7 +100,7 @@ class TestSeeing(FolderEngineTests):
             for _ in range(rng.randrange(1, 4)):
                 parts += [rng.randrange(5, 100) for _ in range(rng.randrange(9))]
                 parts += [3, self.policies.draw(rng), 4]
-            ids, pictures = place_pictures(parts, self.policies.sight)
+            ids, pictures = seeing_policies.place_pictures(parts, self.policies.sight)
             sampling = Sampling(seed=number)
             requests.append(GenerationRequest(f"{number}", ids, 0, 20, (), sampling, pictures=pictures))
         with self.serve() as engine:
@@ -127,7 +127,7 @@ class TestSeeing(FolderEngineTests):
             picture = self.policies.draw(rng)
             if picture.length == 9:
                 shown[len(shown)] = picture
-        ids, _ = place_pictures([5, shown[0], *[7] * 200], self.policies.sight)
+        ids, _ = seeing_policies.place_pictures([5, shown[0], *[7] * 200], self.policies.sight)
         logprobs: list[list[float]] = []
         with self.serve() as engine:
             for number in (0, 1, 0, 1):
@@ -150,7 +150,7 @@ class TestSeeing(FolderEngineTests):
             told = []
             for sha256, length in ((missing, 6), ("1" * 64, 6), (good.sha256, good.length + 1)):
                 picture = PictureSpan(sha256, 0, length, 56, 84)
-                ids, pictures = place_pictures([5, picture, 6, other], self.policies.sight)
+                ids, pictures = seeing_policies.place_pictures([5, picture, 6, other], self.policies.sight)
                 engine.submit(GenerationRequest("r", ids, 0, 9, (), self.sampling(0), pictures=pictures))
                 (chunk,) = drain(engine)
                 assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
@@ -172,10 +172,10 @@ class TestSeeing(FolderEngineTests):
             assert engine.num_requests == 0
 
 
-class Start(ModelFolders):
+class Start(engines.model_folders.ModelFolders):
     """The start folder of policies, for which there are adapters."""
 
-    def __init__(self, policies: SeeingPolicies) -> None:
+    def __init__(self, policies: seeing_policies.SeeingPolicies) -> None:
         self._policies = policies
 
     def __call__(self, kind: str = "", seed: int = 0) -> str:
@@ -185,15 +185,17 @@ class Start(ModelFolders):
 # test_adapters.py is nightly, too
 @pytest.mark.nightly
 def test_adapters_of_the_language_part_sample_with_pictures(
-    vllm: str, policies: SeeingPolicies, tmp_path: Path
+    vllm: str, policies: seeing_policies.SeeingPolicies, tmp_path: Path
 ) -> None:
-    adapters = AdapterFolders(tmp_path, Start(policies))
+    adapters = engines.adapter_folders.AdapterFolders(tmp_path, Start(policies))
     assert not any("visual" in name for name in adapters.factors("", 1))
     engine = DrivenEngine(make_engine(config_of(policies, train={"lora": {}}), adapters.start("")))
     rng = random.Random(6)
     for version in (0, 1, 4):
         awake(engine, WeightsRef(version, adapters.version("", version)))
-        ids, pictures = place_pictures([5, policies.draw(rng), 6, policies.draw(rng), 7], policies.sight)
+        ids, pictures = seeing_policies.place_pictures(
+            [5, policies.draw(rng), 6, policies.draw(rng), 7], policies.sight
+        )
         sampling = Sampling(seed=version)
         chunks = sample(engine, GenerationRequest("r", ids, 0, 40, (), sampling, pictures=pictures))
         told = [logprob for chunk in chunks for logprob in chunk.logprobs]

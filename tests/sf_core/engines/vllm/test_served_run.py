@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from sf_core.cli.stack.local import free_port
-from tests.bench.policy_server import Served, check_answers, publish_run
-from tests.patience import patience, wait_until
+from tests.bench import policy_server, waits
 
 PAGE = Path(__file__).parents[4] / "docs" / "guides" / "training" / "exports.md"
 
@@ -22,10 +21,10 @@ pytestmark = pytest.mark.nightly
 
 def test_a_stored_policy_is_served_by_vllm(vllm: str, tmp_path: Path) -> None:
     # its CPU build knows no narrower heads
-    run = publish_run(tmp_path, hidden_size=64)
-    served = Served(run.uri, "--engine", "vllm", log=tmp_path / "log")
+    run = policy_server.publish_run(tmp_path, hidden_size=64)
+    served = policy_server.Served(run.uri, "--engine", "vllm", log=tmp_path / "log")
     try:
-        check_answers(served.url)
+        policy_server.check_answers(served.url)
     finally:
         code = served.end()
     assert (code, served.output.splitlines()[-1]) == (0, "stopped")
@@ -33,7 +32,7 @@ def test_a_stored_policy_is_served_by_vllm(vllm: str, tmp_path: Path) -> None:
 
 def test_a_policy_is_served_by_vllm_itself_with_the_documented_command(vllm: str, tmp_path: Path) -> None:
     """With the command for machines without a GPU, and a port."""
-    folder = publish_run(tmp_path, hidden_size=64).start_dir
+    folder = policy_server.publish_run(tmp_path, hidden_size=64).start_dir
     port = free_port()
     lines = PAGE.read_text(encoding="utf-8").replace("\\\n", "").splitlines()
     [line] = [line for line in lines if line.startswith(".venvs/vllm/bin/python ")]
@@ -50,8 +49,8 @@ def test_a_policy_is_served_by_vllm_itself_with_the_documented_command(vllm: str
         return False
 
     try:
-        wait_until(is_ready, "vLLM's server", quiet_s=240, every_s=0.5)
-        check_answers(url, folder)
+        waits.wait_until(is_ready, "vLLM's server", quiet_s=240, every_s=0.5)
+        policy_server.check_answers(url, folder)
     finally:
         process.terminate()
-        process.wait(patience())
+        process.wait(waits.patience())

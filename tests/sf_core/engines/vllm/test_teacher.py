@@ -19,16 +19,16 @@ from sf_core.engines.protocol import Engine
 from sf_core.engines.testing import awake
 from sf_core.engines.vllm.teacher import CONCURRENCY, ask_teacher
 from tests.bench.refusals import check_sentence
-from tests.patience import patience
-from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, own_socket, servers
+from tests.bench.waits import patience
+from tests.sf_core.engines.vllm import small_policies
 
 
 @pytest.fixture
-def teacher_url(engine: Engine, tied: Policies, as_tcp: Callable[[str], str]) -> Iterator[str]:
+def teacher_url(engine: Engine, tied: small_policies.Policies, as_tcp: Callable[[str], str]) -> Iterator[str]:
     """A real server with the tied policy, version 0."""
     driven = DrivenEngine(engine)
     awake(driven, tied.ref(0))
-    url = as_tcp(own_socket())
+    url = as_tcp(small_policies.own_socket())
     # an engine that nobody steps is paused
     httpx.post(f"{url}/resume", timeout=patience()).raise_for_status()
     yield url
@@ -36,23 +36,25 @@ def teacher_url(engine: Engine, tied: Policies, as_tcp: Callable[[str], str]) ->
 
 
 @pytest.mark.system
-def test_a_server_says_of_every_token_what_the_model_says(teacher_url: str, tied: Policies) -> None:
+def test_a_server_says_of_every_token_what_the_model_says(
+    teacher_url: str, tied: small_policies.Policies
+) -> None:
     draw = random.Random(7)
     rows = [[draw.randrange(60) for _ in range(draw.randrange(2, 60))] for _ in range(CONCURRENCY + 8)]
     # the longest that it takes: it samples one token behind them
-    rows.append([draw.randrange(60) for _ in range(CONTEXT - 1)])
+    rows.append([draw.randrange(60) for _ in range(small_policies.CONTEXT - 1)])
     told = ask_teacher(f"{teacher_url}/", [(f"row {i}", ids) for i, ids in enumerate(rows)], patience())
     assert len(told) == len(rows)
     for ids, said in zip(rows, told, strict=True):
         expected = tied.logits(0, ids).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
         assert said.dtype == np.float32 and len(said) == len(ids) and said[0] == 0
         assert np.abs(said[1:] - expected.numpy()).max() < 1e-4
-    assert len(servers()) > 0
+    assert len(small_policies.servers()) > 0
 
 
 @pytest.mark.system
 def test_a_row_that_is_too_long_for_the_server_is_named(teacher_url: str) -> None:
-    length = CONTEXT
+    length = small_policies.CONTEXT
     with pytest.raises(ValueError) as refused:
         ask_teacher(teacher_url, [("row 0", [1, 2]), ("row 1", [5] * length)], patience())
     says = f"row 1 has {length} tokens, but the teacher at {teacher_url} takes at most {length - 1}: "

@@ -9,7 +9,7 @@ import pytest
 
 from sf_core.environments.functions.judge import LIMITS, WAIT_S, HiddenTests, returns_of
 from tests.bench.sandboxes import inside, need_sandbox
-from tests.patience import patience
+from tests.bench.waits import patience
 
 SECRET = 735_918_264
 """A value that nobody can guess who has not seen it."""

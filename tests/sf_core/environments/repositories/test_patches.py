@@ -21,9 +21,8 @@ from sf_core.agents.sandbox import Sandbox
 from sf_core.environments.repositories import patches
 from sf_core.environments.repositories.patches import ATTEMPTS, cut, fits
 from sf_core.environments.repositories.scoring import STEERING, _put_back
-from tests.bench.repositories import MakeRepositories, score
-from tests.bench.sandboxes import inside, need_sandbox
-from tests.properties import examples
+from tests.bench import repositories, sandboxes
+from tests.bench.properties import examples
 
 
 @pytest.fixture
@@ -60,25 +59,27 @@ FORMS: dict[str, Callable[[str], str]] = {
 @pytest.mark.usefixtures("needs_patch")
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_right_repair_earns_its_reward_in_every_form(
-    make_repositories: MakeRepositories, row: dict[str, Any], form: str
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], form: str
 ) -> None:
-    assert await score(make_repositories(reward="all"), row, FORMS[form](row["patch"])) == 1
+    assert await repositories.score(make_repositories(reward="all"), row, FORMS[form](row["patch"])) == 1
 
 
 @pytest.mark.usefixtures("needs_patch")
 async def test_what_one_attempt_has_changed_is_not_there_in_the_next(
-    make_repositories: MakeRepositories, row: dict[str, Any]
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any]
 ) -> None:
     # git apply --reject changes what the first part does, and patch would take that for a reversed one
     half = "--- a/lists/lists.py\n+++ b/lists/lists.py\n@@ -1,2 +1,3 @@\n def chunks(items, size):\n"
     assert (
-        await score(make_repositories(reward="all"), row, f"{row['patch']}{half}+    # seen\n     another\n")
+        await repositories.score(
+            make_repositories(reward="all"), row, f"{row['patch']}{half}+    # seen\n     another\n"
+        )
         == 1
     )
 
 
 async def test_without_the_program_patch_the_other_attempts_count_and_it_is_said_once(
-    make_repositories: MakeRepositories,
+    make_repositories: repositories.MakeRepositories,
     row: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -88,8 +89,13 @@ async def test_without_the_program_patch_the_other_attempts_count_and_it_is_said
     patches._tell_missing.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert await score(make_repositories(), row, FORMS["with another context"](row["patch"])) == 0
-        assert await score(make_repositories(reward="all"), row, row["patch"]) == 1
+            assert (
+                await repositories.score(
+                    make_repositories(), row, FORMS["with another context"](row["patch"])
+                )
+                == 0
+            )
+        assert await repositories.score(make_repositories(reward="all"), row, row["patch"]) == 1
     told = [record.message for record in caplog.records if "patch-of-others" in record.message]
     assert len(told) == 1 and told[0].startswith("`patch-of-others` is missing in the sandbox")
 
@@ -177,7 +183,7 @@ def theirs_in(files: dict[str, bytes]) -> dict[str, bytes]:
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "not cut"])
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_no_patch_changes_what_the_data_set_decides_whatever_applies_it(attempt: str, is_cut: bool) -> None:
-    need_sandbox()
+    sandboxes.need_sandbox()
 
     async def tried(box: Sandbox) -> tuple[set[str], set[str]]:
         """The cheats that were seen before and after the data set's files were put back."""
@@ -195,7 +201,7 @@ def test_no_patch_changes_what_the_data_set_decides_whatever_applies_it(attempt:
                 after.add(cheat)
         return before, after
 
-    before, after = inside(tried)
+    before, after = sandboxes.inside(tried)
     assert after == set()
     if is_cut:
         assert before <= {"context diff", "moved away"}, before
@@ -207,13 +213,13 @@ def test_no_patch_changes_what_the_data_set_decides_whatever_applies_it(attempt:
 @pytest.mark.usefixtures("needs_patch")
 @pytest.mark.parametrize("cheat", ["edit", "index", "escapes", "settings of git"])
 async def test_a_patch_of_protected_files_alone_earns_what_no_change_earns(
-    make_repositories: MakeRepositories, row: dict[str, Any], honest: float, cheat: str
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], honest: float, cheat: str
 ) -> None:
-    assert await score(make_repositories(), row, CHEATS[cheat]) in (0, honest)
+    assert await repositories.score(make_repositories(), row, CHEATS[cheat]) in (0, honest)
 
 
 async def test_files_that_look_like_a_repository_of_git_do_not_change_hidden_tests(
-    make_repositories: MakeRepositories, row: dict[str, Any], honest: float
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], honest: float
 ) -> None:
     # git would take the folder for a bare repository, and have its filter write the tests
     filters = "s/self.assertEqual.*/pass/; s/assert .*/pass/"
@@ -224,7 +230,7 @@ async def test_files_that_look_like_a_repository_of_git_do_not_change_hidden_tes
         "info/attributes": "*.py filter=cheat\n",
         "objects/x": "",
     }
-    assert await score(make_repositories(), row, bare) == honest
+    assert await repositories.score(make_repositories(), row, bare) == honest
 
 
 NAMES = st.lists(

@@ -25,8 +25,8 @@ from sf_core.environments.repositories.scoring import fault_of_row
 from sf_core.environments.repositories.workspace import hide_originals
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.types import Endpoint, Task
+from tests.bench import repositories
 from tests.bench.canned_model import CannedModel
-from tests.bench.repositories import MakeRepositories, rows_of, score
 from tests.bench.sandboxes import need_sandbox
 
 
@@ -41,32 +41,32 @@ class TestContract(EnvironmentTests):
     num_tasks = 1
 
     @pytest.fixture(autouse=True)
-    def _of(self, make_repositories: MakeRepositories) -> None:
+    def _of(self, make_repositories: repositories.MakeRepositories) -> None:
         self.environment = make_repositories()
 
 
 async def test_every_instance_of_the_generator_is_repaired_by_its_patch_and_by_nothing_less(
-    generated: Path, make_repositories: MakeRepositories
+    generated: Path, make_repositories: repositories.MakeRepositories
 ) -> None:
-    rows = rows_of(generated)
+    rows = repositories.rows_of(generated)
     assert {row["repo"] for row in rows} == {"acme/lists", "acme/words"}
     for row in rows:
-        assert await score(make_repositories(reward="all"), row, row["patch"]) == 1
-        assert 0 < await score(make_repositories(reward="share"), row, "") < 1
-    assert await score(make_repositories(reward="all"), rows[0], "") == 0
+        assert await repositories.score(make_repositories(reward="all"), row, row["patch"]) == 1
+        assert 0 < await repositories.score(make_repositories(reward="share"), row, "") < 1
+    assert await repositories.score(make_repositories(reward="all"), rows[0], "") == 0
 
 
 def test_a_report_has_what_was_called_and_what_came_of_it_and_not_the_repair(generated: Path) -> None:
-    for row in rows_of(generated):
+    for row in repositories.rows_of(generated):
         assert "assert" in row["problem_statement"] or "Error" in row["problem_statement"]
         added = [line[1:].strip() for line in row["patch"].splitlines() if line.startswith("+ ")]
         assert added and not any(line in row["problem_statement"] for line in added)
 
 
 def test_hidden_tests_and_the_patch_are_not_among_what_the_agent_may_know(
-    generated: Path, make_repositories: MakeRepositories
+    generated: Path, make_repositories: repositories.MakeRepositories
 ) -> None:
-    for row in rows_of(generated):
+    for row in repositories.rows_of(generated):
         git = ["git", f"--git-dir={generated}/repositories/{row['repo'].replace('/', '__')}.git"]
         names = {test.partition("[")[0].rpartition("::")[2] for test in json.loads(row["FAIL_TO_PASS"])}
         at_base = subprocess.check_output(
@@ -78,9 +78,9 @@ def test_hidden_tests_and_the_patch_are_not_among_what_the_agent_may_know(
 
 
 def test_a_task_is_the_same_instance_in_a_larger_data_set(
-    generated: Path, make_repositories: MakeRepositories, tmp_path: Path
+    generated: Path, make_repositories: repositories.MakeRepositories, tmp_path: Path
 ) -> None:
-    rows = rows_of(generated)
+    rows = repositories.rows_of(generated)
     larger = tmp_path / "larger.jsonl"
     others = [rows[0] | {"instance_id": f"another-{number}"} for number in range(20)]
     larger.write_text("".join(json.dumps(row) + "\n" for row in others + rows), encoding="utf-8")
@@ -114,10 +114,10 @@ CHEATS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("cheat", CHEATS)
 async def test_files_that_steer_tests_earn_nothing(
-    make_repositories: MakeRepositories, row: dict[str, Any], cheat: str, honest: float
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], cheat: str, honest: float
 ) -> None:
-    assert await score(make_repositories(), row, CHEATS[cheat]) == honest
-    assert await score(make_repositories(), row, _as_patch(CHEATS[cheat])) <= honest
+    assert await repositories.score(make_repositories(), row, CHEATS[cheat]) == honest
+    assert await repositories.score(make_repositories(), row, _as_patch(CHEATS[cheat])) <= honest
 
 
 def _as_patch(files: dict[str, str]) -> str:
@@ -140,28 +140,30 @@ def _as_patch(files: dict[str, str]) -> str:
     ids=["exit", "sys.exit", "pytest.exit", "report"],
 )
 async def test_code_that_ends_the_tests_passes_none(
-    generated: Path, make_repositories: MakeRepositories, row: dict[str, Any], line: str
+    generated: Path, make_repositories: repositories.MakeRepositories, row: dict[str, Any], line: str
 ) -> None:
     assert (
-        await score(make_repositories(), row, {"lists/lists.py": line + "\n" + source_of(generated, row)})
+        await repositories.score(
+            make_repositories(), row, {"lists/lists.py": line + "\n" + source_of(generated, row)}
+        )
         == 0
     )
 
 
 async def test_a_test_that_the_code_declares_as_expected_to_fail_has_not_passed(
-    make_repositories: MakeRepositories, row: dict[str, Any]
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any]
 ) -> None:
     code = "import pytest\ndef chunks(*_): pytest.xfail('so')\ngaps = middle = chunks\n"
-    assert await score(make_repositories(), row, {"lists/lists.py": code}) == 0
+    assert await repositories.score(make_repositories(), row, {"lists/lists.py": code}) == 0
 
 
 async def test_moving_the_tests_away_leaves_them_in_place(
-    make_repositories: MakeRepositories, row: dict[str, Any], honest: float
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], honest: float
 ) -> None:
     old = "lists/tests/test_lists.py"
     new = "lists/other.py"
     patch = f"diff --git a/{old} b/{new}\nsimilarity index 100%\nrename from {old}\nrename to {new}\n"
-    assert await score(make_repositories(), row, patch) == honest
+    assert await repositories.score(make_repositories(), row, patch) == honest
 
 
 @pytest.mark.parametrize(
@@ -170,22 +172,27 @@ async def test_moving_the_tests_away_leaves_them_in_place(
     ids=repr,
 )
 async def test_an_answer_that_is_no_change_of_files_earns_no_more_than_none(
-    make_repositories: MakeRepositories, row: dict[str, Any], answer: Any, honest: float
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], answer: Any, honest: float
 ) -> None:
-    assert await score(make_repositories(), row, answer) <= honest
+    assert await repositories.score(make_repositories(), row, answer) <= honest
 
 
 async def test_breaking_what_worked_counts(
-    make_repositories: MakeRepositories, row: dict[str, Any], generated: Path, honest: float
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], generated: Path, honest: float
 ) -> None:
     broken = source_of(generated, row) + "\n\nclass Never:\n    pass\n\n\ndef chunks(*_):\n    return []\n"
-    assert await score(make_repositories(), row, {"lists/lists.py": broken}) < honest
+    assert await repositories.score(make_repositories(), row, {"lists/lists.py": broken}) < honest
 
 
 async def test_an_endless_loop_ends_with_the_time_limit(
-    make_repositories: MakeRepositories, row: dict[str, Any]
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any]
 ) -> None:
-    assert await score(make_repositories(timeout_s=3), row, {"lists/lists.py": "while True: pass\n"}) == 0
+    assert (
+        await repositories.score(
+            make_repositories(timeout_s=3), row, {"lists/lists.py": "while True: pass\n"}
+        )
+        == 0
+    )
 
 
 def bash(command: str) -> dict[str, Any]:
@@ -210,7 +217,7 @@ def results(canned_model: CannedModel) -> list[str]:
 
 
 async def test_an_agent_repairs_a_repository_by_shell(
-    make_repositories: MakeRepositories, row: dict[str, Any], canned_model: CannedModel
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], canned_model: CannedModel
 ) -> None:
     repair = f"cat > /tmp/p <<'END'\n{row['patch']}END\ngit apply /tmp/p && touch new.txt a.pyc && echo done"
     canned_model.answers = [bash(repair), bash("git log --oneline | wc -l; exit 3"), {"content": "repaired"}]
@@ -220,11 +227,11 @@ async def test_an_agent_repairs_a_repository_by_shell(
     assert "new.txt" in patch and ".pyc" not in patch
     assert row["problem_statement"].strip() in canned_model.requests[0]["messages"][0]["content"]
     assert json.loads(json.dumps(patch)) == patch
-    assert await score(make_repositories(reward="all"), row, patch) == 1
+    assert await repositories.score(make_repositories(reward="all"), row, patch) == 1
 
 
 async def test_output_of_a_command_is_bounded_and_a_long_one_is_ended(
-    make_repositories: MakeRepositories, row: dict[str, Any], canned_model: CannedModel
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], canned_model: CannedModel
 ) -> None:
     canned_model.answers = [bash("yes | head -c 200000; echo end"), bash("sleep 60"), {"content": ""}]
     short = make_repositories(timeout_s=2)
@@ -245,7 +252,7 @@ async def test_the_installed_original_of_a_library_is_not_seen() -> None:
 
 
 async def test_lists_in_parquet_and_archives_are_read(
-    generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
+    generated: Path, make_repositories: repositories.MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     lists = {name: json.loads(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
     others = [row | lists | {"instance_id": f"n{number}", "version": 1} for number in range(8)]
@@ -261,12 +268,12 @@ async def test_lists_in_parquet_and_archives_are_read(
     from_archive = make_repositories(
         dataset=(tmp_path / "rows.parquet").as_uri(), repositories=tmp_path.as_uri(), reward="all"
     )
-    assert await score(from_archive, others[0], row["patch"]) == 1
-    assert await score(from_archive, others[0], "") == 0
+    assert await repositories.score(from_archive, others[0], row["patch"]) == 1
+    assert await repositories.score(from_archive, others[0], "") == 0
 
 
 async def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
-    make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any], generated: Path
+    make_repositories: repositories.MakeRepositories, tmp_path: Path, row: dict[str, Any], generated: Path
 ) -> None:
     git = ["git", f"--git-dir={generated}/repositories/acme__lists.git", "archive", "--format=tar"]
     archive = io.BytesIO(subprocess.check_output([*git, row["base_commit"]]))
@@ -280,7 +287,7 @@ async def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
         packed.addfile(link)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path))
-    assert await score(made, row, row["patch"]) == 1
+    assert await repositories.score(made, row, row["patch"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -299,7 +306,7 @@ async def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
     ],
 )
 def test_what_is_wrong_with_a_data_set_is_said_with_the_first_task(
-    make_repositories: MakeRepositories,
+    make_repositories: repositories.MakeRepositories,
     tmp_path: Path,
     row: dict[str, Any],
     change: dict[str, Any],
@@ -321,7 +328,7 @@ def test_what_is_wrong_with_a_data_set_is_said_with_the_first_task(
     ],
 )
 def test_a_file_without_instances_is_refused(
-    make_repositories: MakeRepositories, tmp_path: Path, text: str | None, sentence: str
+    make_repositories: repositories.MakeRepositories, tmp_path: Path, text: str | None, sentence: str
 ) -> None:
     if text is not None:
         (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
@@ -331,7 +338,7 @@ def test_a_file_without_instances_is_refused(
 
 
 def test_a_split_without_instances_is_refused(
-    make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
+    make_repositories: repositories.MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"none of the 1 instances of .* is in the split"):
@@ -366,7 +373,7 @@ GONE = "lists/tests/test_lists.py::test_of_another_time"
     ids=["test_patch", "patch", "tests", "file", "import"],
 )
 async def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
-    make_repositories: MakeRepositories,
+    make_repositories: repositories.MakeRepositories,
     tmp_path: Path,
     row: dict[str, Any],
     wrong: Callable[[dict[str, Any]], dict[str, Any]],
@@ -378,13 +385,13 @@ async def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
     sentence = f"{tmp_path}/rows.jsonl, row 2: wrong: {fault}: correct the row or leave it out; "
     for answer in ("", None, {"lists/lists.py": "import os; os._exit(0)\n"}):
         with pytest.raises(ValueError) as refusal:
-            await score(made, rows[1], answer)
+            await repositories.score(made, rows[1], answer)
         assert str(refusal.value).startswith(sentence), refusal.value
-    assert await score(made, row, row["patch"]) == 1
+    assert await repositories.score(made, row, row["patch"]) == 1
 
 
 async def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
-    make_repositories: MakeRepositories, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make_repositories: repositories.MakeRepositories, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
 
@@ -400,7 +407,7 @@ async def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
 
 
 async def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
-    generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
+    generated: Path, make_repositories: repositories.MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     # a file that the repair changes too, so agents may
     before = source_of(generated, row).splitlines(keepends=True)
@@ -409,18 +416,22 @@ async def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_th
     both = row | {"test_patch": row["test_patch"] + diff}
     (tmp_path / "rows.jsonl").write_text(json.dumps(both) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"))
-    assert await score(made, both, row["patch"]) == 1
-    assert await score(made, both, {name: "other = 1\n"}) == 0
+    assert await repositories.score(made, both, row["patch"]) == 1
+    assert await repositories.score(made, both, {name: "other = 1\n"}) == 0
 
 
 @pytest.mark.parametrize("place", ["acme/lists", "acme__lists"])
 async def test_a_repository_may_be_a_clone(
-    generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any], place: str
+    generated: Path,
+    make_repositories: repositories.MakeRepositories,
+    tmp_path: Path,
+    row: dict[str, Any],
+    place: str,
 ) -> None:
     shutil.copytree(generated / "repositories" / "acme__lists.git", tmp_path / place / ".git")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path), reward="all")
-    assert await score(made, row, row["patch"]) == 1
+    assert await repositories.score(made, row, row["patch"]) == 1
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["trusted", "in a sandbox"])

@@ -20,19 +20,16 @@ from sf_core.models.pretrained.needed_weights import (
 )
 from sf_core.training.policy_folder import read_model_config
 from storage.tensors.weights import open_weights
-from tests.bench.commands import sf
-from tests.bench.engines.families import FAMILIES, small_config
-from tests.bench.engines.model_folders import CONFIGS, ModelFolders
-from tests.bench.training.pictures import seeing_policy
-from tests.properties import examples
-from tests.sf_core.models.pretrained.gguf_files import small_llama, write_gguf
+from tests import bench
+from tests.bench.engines import families
+from tests.sf_core.models.pretrained import gguf_files
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
 def stored(
-    model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory
+    model_folders: bench.engines.model_folders.ModelFolders, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[dict[str, Any], Shapes]]:
     """The config.json of a folder of this architecture, and the shapes of its weights."""
     made: dict[str, tuple[dict[str, Any], Shapes]] = {}
@@ -41,18 +38,18 @@ def stored(
         if kind not in made:
             folder = str(tmp_path_factory.mktemp(kind))
             if kind == "qwen2_5_vl":
-                seeing_policy(folder)
-            elif kind in CONFIGS:
+                bench.training.pictures.seeing_policy(folder)
+            elif kind in bench.engines.model_folders.CONFIGS:
                 folder = model_folders(kind)
             else:
-                AutoModelForCausalLM.from_config(small_config(kind)).save_pretrained(folder)
+                AutoModelForCausalLM.from_config(families.small_config(kind)).save_pretrained(folder)
             made[kind] = read_model_config(folder), open_weights(folder)[0].shapes
         return made[kind]
 
     return find
 
 
-KINDS = [*CONFIGS, *FAMILIES, "qwen2_5_vl"]
+KINDS = [*bench.engines.model_folders.CONFIGS, *families.FAMILIES, "qwen2_5_vl"]
 Stored = Callable[[str], tuple[dict[str, Any], Shapes]]
 
 
@@ -67,7 +64,7 @@ def test_a_whole_folder_lacks_nothing_and_each_tensor_is_missed(stored: Stored, 
     )
 
     @given(st.sampled_from(sorted(shapes)))
-    @settings(max_examples=examples(12), deadline=None)
+    @settings(max_examples=bench.properties.examples(12), deadline=None)
     def check(name: str) -> None:
         fewer = {n: s for n, s in shapes.items() if n != name}
         assert find_lack(shape, fewer), name
@@ -122,7 +119,7 @@ def test_what_transformers_makes_no_policy_of_is_unknown(shape: dict[str, Any]) 
 def test_a_gguf_file_that_lacks_a_tensor_is_not_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = small_llama()
+    model = gguf_files.small_llama()
     add = gguf.GGUFWriter.add_tensor
 
     def leave_out(writer: gguf.GGUFWriter, name: str, *given: Any, **named: Any) -> None:
@@ -130,8 +127,8 @@ def test_a_gguf_file_that_lacks_a_tensor_is_not_converted(
             add(writer, name, *given, **named)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", leave_out)
-    write_gguf(tmp_path / "small.gguf", model)
-    code, said = sf("model", str(tmp_path / "small.gguf"), str(tmp_path / "made"))
+    gguf_files.write_gguf(tmp_path / "small.gguf", model)
+    code, said = bench.commands.sf("model", str(tmp_path / "small.gguf"), str(tmp_path / "made"))
     assert code == 2
     assert f"{tmp_path / 'small.gguf'} lacks 1 of the 20 weights that a llama model needs" in said
     assert "(model.layers.1.mlp.up_proj.weight)" in said

@@ -16,7 +16,7 @@ from sf_core.models.pretrained.gguf_file import make_folder
 from sf_core.models.pretrained.published import PublishedModel, folder_of, make_published
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from tests.bench.commands import sf
-from tests.sf_core.models.pretrained.gguf_files import TEMPLATE, small_llama, write_gguf
+from tests.sf_core.models.pretrained import gguf_files
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +28,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("gguf") / "small.gguf"
-    write_gguf(file, small_llama())
+    gguf_files.write_gguf(file, gguf_files.small_llama())
     return file
 
 
 def test_a_folder_has_the_weights_of_the_file_rounded_to_bfloat16(gguf_file: Path, tmp_path: Path) -> None:
     make_folder(gguf_file, tmp_path / "policy")
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    whole = small_llama()
+    whole = gguf_files.small_llama()
     assert made.dtype == torch.bfloat16
     for name, tensor in whole.state_dict().items():
         assert torch.equal(made.state_dict()[name], tensor.bfloat16()), name
@@ -43,7 +43,7 @@ def test_a_folder_has_the_weights_of_the_file_rounded_to_bfloat16(gguf_file: Pat
         (tmp_path / "policy" / "config.json").read_text(encoding="utf-8")
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
-    assert (tokenizer.chat_template, tokenizer.eos_token) == (TEMPLATE, "<end>")
+    assert (tokenizer.chat_template, tokenizer.eos_token) == (gguf_files.TEMPLATE, "<end>")
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     check_model_folder(str(tmp_path / "policy"))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -19,32 +18,11 @@ from sf_core.reports.card.public import LEFT_OUT, public_settings, public_value
 from sf_core.reports.view import RunView
 from sf_core.surroundings import ROOT
 from storage.files import write_atomic
-from storage.run_directory import STAGES, RunDirectory
-from tests.bench.runs import commit, configure
-from tests.properties import examples
-from tests.sf_core.reports.evaluations.test_comparison import Rewards, measure
+from storage.run_directory import RunDirectory
+from tests.bench.properties import examples
+from tests.bench.reports import evaluations
 
 OF_THE_BASE = "---\nlicense: other\nlicense_name: qwen-research\nlicense_link: LICENSE\n---\n# Base\n"
-
-
-BEFORE = {"a": [0.0], "b": [1.0], "c": [0.5]}
-AFTER = {"a": [1.0], "b": [1.0], "c": [0.25]}
-
-
-def trained(
-    run: RunDirectory, measured: tuple[Rewards, Rewards] = (BEFORE, AFTER), **sections: Any
-) -> RunConfig:
-    """A run of two iterations that was measured before and after."""
-    config = configure(run, train={"iterations": 2}, evaluate={"num_tasks": 3}, **sections)
-    for iteration in range(2):
-        for stage in STAGES:
-            times = {"started_at": 10.0 * iteration, "finished_at": 10.0 * iteration + 5}
-            commit(run, iteration, stage, data={"reward_mean": 0.25 + iteration / 4, **times})
-    for version, rewards in zip((0, 2), measured, strict=True):
-        if rewards:
-            measure(run, rewards, version)
-    write_atomic(f"{run.start_dir}/config.json", b'{"model_type": "qwen3"}')
-    return config
 
 
 def card_of(run: RunDirectory) -> str:
@@ -54,14 +32,14 @@ def card_of(run: RunDirectory) -> str:
 def test_a_card_tells_base_licence_evaluation_settings_and_commit(empty_run: RunDirectory) -> None:
     model = "/home/jane/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/0a1b2c"
     policy = {"model": model, "warmstart": {"demonstrations": "/home/jane/shown.jsonl"}}
-    config = trained(
+    config = evaluations.trained(
         empty_run,
         policy=policy,
         seed=5,
         storage={"root": "/home/jane/runs"},
         dataplane={"url": "http://10.0.0.7:8700"},
         environment={
-            "tasks": "tests.e2e.echo_package:tasks",
+            "tasks": "tests.bench.stacks.echo_package:tasks",
             "settings": {"file": "~/tasks.jsonl", "api_key": "abc", "level": 3},
         },
     )
@@ -74,7 +52,7 @@ def test_a_card_tells_base_licence_evaluation_settings_and_commit(empty_run: Run
     assert (head.library_name, head.pipeline_tag) == ("transformers", "text-generation")
     assert head.tags == ["seamlessflow", "reinforcement-learning", "llm-agent"]
 
-    assert "on 3 held-out tasks of `tests.e2e.echo_package:tasks`, with one answer each" in text
+    assert "on 3 held-out tasks of `tests.bench.stacks.echo_package:tasks`, with one answer each" in text
     assert "| before (version 0) | 0.500 | " in text and "| after (version 2) | 0.750 | " in text
     assert "| difference | +0.250 | -0.250 to +1.000 | |" in text
     assert "Tasks that earned more after training: 1; less: 1; the same: 1. Solved: " in text
@@ -92,7 +70,7 @@ def test_a_card_tells_base_licence_evaluation_settings_and_commit(empty_run: Run
 
 
 def test_no_licence_is_invented(empty_run: RunDirectory, tmp_path: Path) -> None:
-    config = trained(empty_run)
+    config = evaluations.trained(empty_run)
     write_card(RunView(empty_run), config)
     built_in = card_of(empty_run)
     assert {"license", "base_model"}.isdisjoint(read_head(f"{empty_run.policy_dir}/{CARD}"))
@@ -118,7 +96,7 @@ def test_a_model_that_sf_model_has_fetched_is_known() -> None:
 
 
 def test_a_card_that_was_edited_stays_and_another_is_renewed(empty_run: RunDirectory) -> None:
-    config = trained(empty_run)
+    config = evaluations.trained(empty_run)
     view = RunView(empty_run)
     assert write_card(view, config)
     first = card_of(empty_run)
@@ -139,8 +117,10 @@ def test_a_card_that_was_edited_stays_and_another_is_renewed(empty_run: RunDirec
 
 
 @pytest.mark.parametrize("after", [{"other": [1.0]}, {}], ids=["other tasks", "none"])
-def test_a_run_ends_well_whose_versions_cannot_be_compared(empty_run: RunDirectory, after: Rewards) -> None:
-    config = trained(empty_run, measured=(BEFORE, after))
+def test_a_run_ends_well_whose_versions_cannot_be_compared(
+    empty_run: RunDirectory, after: evaluations.Rewards
+) -> None:
+    config = evaluations.trained(empty_run, measured=(evaluations.BEFORE, after))
     assert write_card(RunView(empty_run), config)
     assert "The first and the last version have no stored answers to the same" in card_of(empty_run)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
+from tests.bench.reports.report_runs import AT, commit_iteration, talk
 from tests.bench.runs import commit
-from tests.sf_core.reports.html.report_runs import AT, commit_iteration, talk
 
 
 def make_run(folder: Path, name: str, rewards: list[float], **sections: object) -> RunDirectory:

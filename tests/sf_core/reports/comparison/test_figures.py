@@ -12,8 +12,8 @@ from sf_core.reports.comparison.page import name_runs
 from sf_core.reports.view import open_run
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import write_trajectories
+from tests.bench.reports.report_runs import talk
 from tests.bench.runs import commit
-from tests.sf_core.reports.html.report_runs import talk
 
 
 def differing(*sections: dict[str, Any]) -> dict[str, list[str]]:

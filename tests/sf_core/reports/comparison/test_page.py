@@ -6,10 +6,9 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from storage.run_directory import RunDirectory
+from tests import bench
 from tests.bench.commands import sf
-from tests.bench.runs import commit
 from tests.sf_core.reports.comparison.comparable_runs import make_run
-from tests.sf_core.reports.html.report_runs import HOSTILE, opened
 
 
 def test_runs_are_drawn_over_each_other_offline(
@@ -17,7 +16,7 @@ def test_runs_are_drawn_over_each_other_offline(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert sf("report", two_runs[0].uri, two_runs[1].uri) == (0, "comparison.html")
-    with opened(browser, str(tmp_path / "comparison.html"), offline=True) as page:
+    with bench.reports.report_runs.opened(browser, str(tmp_path / "comparison.html"), offline=True) as page:
         reward = page.locator("figure.chart", has_text="Held-out reward")
         expect(reward.locator("path.line")).to_have_count(2)
         expect(reward.locator(".legend li")).to_have_text(["slow", "fast"])
@@ -49,7 +48,7 @@ def test_many_runs_have_curves_that_can_be_told_apart(tmp_path: Path, browser: B
     runs = [make_run(tmp_path, f"run-{i}", [0.1 * i]) for i in range(8)]
     target = str(tmp_path / "page.html")
     assert sf("report", *(run.uri for run in runs), "-o", target)[0] == 0
-    with opened(browser, target) as page:
+    with bench.reports.report_runs.opened(browser, target) as page:
         lines = page.locator("figure.chart", has_text="Held-out reward").locator("path.line")
         looks = lines.evaluate_all(
             "ps => ps.map(p => getComputedStyle(p).stroke + getComputedStyle(p).strokeDasharray)"
@@ -59,10 +58,12 @@ def test_many_runs_have_curves_that_can_be_told_apart(tmp_path: Path, browser: B
 
 def test_names_and_settings_are_shown_as_text(tmp_path: Path, browser: Browser) -> None:
     first = make_run(tmp_path, "first", [0.5])
-    second = make_run(tmp_path, "second", [0.5], environment={"settings": {"text": HOSTILE}})
+    second = make_run(
+        tmp_path, "second", [0.5], environment={"settings": {"text": bench.reports.report_runs.HOSTILE}}
+    )
     target = str(tmp_path / "page.html")
     assert sf("report", first.uri, second.uri, "-o", target)[0] == 0
-    with opened(browser, target) as page:
+    with bench.reports.report_runs.opened(browser, target) as page:
         expect(page.locator("#settings-that-differ")).to_contain_text("</script>")
 
 
@@ -82,8 +83,8 @@ def test_a_run_that_has_only_begun_is_compared(
     two_runs: list[RunDirectory], tmp_path: Path, browser: Browser
 ) -> None:
     begun = make_run(tmp_path, "begun", [])
-    commit(begun, 0, "rollout", data={"failures": {}})
+    bench.runs.commit(begun, 0, "rollout", data={"failures": {}})
     target = str(tmp_path / "page.html")
     assert sf("report", begun.uri, two_runs[0].uri, "-o", target)[0] == 0
-    with opened(browser, target) as page:
+    with bench.reports.report_runs.opened(browser, target) as page:
         expect(page.locator("#results tbody tr").first).to_contain_text("0 of 2")

@@ -24,8 +24,8 @@ from sf_core.reports.evaluations.answers import (
 from sf_core.reports.tables import answers_table
 from sf_core.reports.view import open_run
 from storage.run_directory import RunDirectory
+from tests.bench.reports.evaluations import measure
 from tests.bench.runs import configure
-from tests.sf_core.reports.evaluations.test_comparison import measure
 
 
 def earned(*rewards: Sequence[float | None]) -> Answers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -25,37 +24,15 @@ from sf_core.reports.evaluations.comparison import (
 from sf_core.reports.view import open_run
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import write_trajectories
-from tests.bench.runs import commit, configure, conversation
-
-Rewards = Mapping[str, Sequence[float | None]]
-
-
-def measure(run: RunDirectory, rewards: Rewards, version: int = 0) -> None:
-    """Commit an evaluation whose answers have these rewards, by task; None: it was not judged."""
-    rows = [
-        conversation(
-            [
-                {"role": "user", "content": f"ask {task}"},
-                {"role": "assistant", "content": f"say {reward or 0:g}"},
-            ],
-            task_id=task,
-            session_id=f"{run.run_id}.{version}.{task}.{i}",
-            group_id=None,
-            reward=reward,
-        )
-        for task, own in rewards.items()
-        for i, reward in enumerate(own)
-    ]
-    ref = write_trajectories(run, version, rows, "evaluation-1", "evaluations")
-    mean = float(np.mean([reward or 0 for own in rewards.values() for reward in own]))
-    commit(run, version, "evaluate", outputs=[ref], data={"reward_mean": mean, "failures": {}})
+from tests.bench import runs
+from tests.bench.reports import evaluations
 
 
-def measured(root: Path, name: str, rewards: Rewards, num_tasks: int = 0) -> str:
+def measured(root: Path, name: str, rewards: evaluations.Rewards, num_tasks: int = 0) -> str:
     run = RunDirectory(str(root / name))
     answers = max(map(len, rewards.values()))
-    configure(run, evaluate={"num_tasks": num_tasks or len(rewards), "answers": answers})
-    measure(run, rewards)
+    runs.configure(run, evaluate={"num_tasks": num_tasks or len(rewards), "answers": answers})
+    evaluations.measure(run, rewards)
     return run.uri
 
 
@@ -115,16 +92,16 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     other = measured(tmp_path, "v00002-a", {"b": [1]})
     with pytest.raises(ValueError, match="have no answered task in common"):
         compare(one, other, [])
-    configure(RunDirectory(str(tmp_path / "v00003-a")))
+    runs.configure(RunDirectory(str(tmp_path / "v00003-a")))
     with pytest.raises(ValueError, match="the evaluation is not done"):
         compare(str(tmp_path / "v00003-a"), None, [])
 
 
 def test_a_call_is_shown_as_it_was_made_and_several_texts_by_line(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
-    configure(run)
+    runs.configure(run)
     call = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": {"expression": "1+1"}}}
-    row = conversation(
+    row = runs.conversation(
         [
             {"role": "user", "content": [{"type": "text", "text": text} for text in ("what", "is it")]},
             {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -132,7 +109,7 @@ def test_a_call_is_shown_as_it_was_made_and_several_texts_by_line(tmp_path: Path
         group_id=None,
     )
     ref = write_trajectories(run, 0, [row], "evaluation-1", "evaluations")
-    commit(run, 0, "evaluate", outputs=[ref], data={"reward_mean": 0.5, "failures": {}})
+    runs.commit(run, 0, "evaluate", outputs=[ref], data={"reward_mean": 0.5, "failures": {}})
     [[answer]] = answers_of(open_run(run.uri), 0).values()
     assert (answer.prompt, answer.text) == ("what\nis it", 'calc({"expression": "1+1"})')
 

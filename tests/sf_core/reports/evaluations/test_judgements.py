@@ -24,9 +24,9 @@ from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.judgements import Judgement, write_judgements
 from storage.tables.trajectories import write_trajectories
-from tests.bench.runs import commit, configure, conversation
-from tests.sf_core.reports.html.report_runs import opened
-from tests.sf_core.reports.test_tables import shown
+from tests.bench import runs
+from tests.bench.reports.report_runs import opened
+from tests.bench.reports.tables import shown
 
 MANNERS = {"calls": 300, "tokens": 9000, "p95_seconds": 0.25, "unread": 2, "cached": 12, "agreement": None}
 PAIRS: dict[str, Any] = {
@@ -69,7 +69,7 @@ ASKED = [
 def judged_run(runs_root: str) -> RunDirectory:
     """A run of one iteration, in whose rollout and in whose evaluation judges were asked."""
     run = RunDirectory(f"{runs_root}/run-1")
-    configure(run, train={"iterations": 1})
+    runs.configure(run, train={"iterations": 1})
     times = {"started_at": 1000.0, "finished_at": 1010.0}
     more: dict[str, dict[str, Any]] = {
         "rollout": {"reward_mean": 0.5, "sampled_tokens": 5, "failures": {}, "rejected": {}} | TOLD,
@@ -78,17 +78,17 @@ def judged_run(runs_root: str) -> RunDirectory:
     talk = [{"role": "user", "content": "Ask."}, {"role": "assistant", "content": "Please."}]
     told = {"reward_mean": 0.25, "failures": {}, "unjudged": 3, "judges": {"manners": MANNERS}}
     asked = [("other", ASKED[0])]
-    rows = [conversation(talk, session_id="s0", branch_id="s0.b0")]
+    rows = [runs.conversation(talk, session_id="s0", branch_id="s0.b0")]
     files = [write_trajectories(run, 0, rows, "one")]
     files.append(write_judgements(run, 0, [*(("s0", one) for one in ASKED), *asked], "one"))
-    commit(run, 0, "rollout", outputs=files, data=more["rollout"] | times)
-    rows = [conversation(talk, session_id="h0", branch_id="h0.b0")]
+    runs.commit(run, 0, "rollout", outputs=files, data=more["rollout"] | times)
+    rows = [runs.conversation(talk, session_id="h0", branch_id="h0.b0")]
     files = [write_trajectories(run, 0, rows, "two", "evaluations")]
     judged = [*asked, *(("h0", one) for one in ASKED)]
     files.append(write_judgements(run, 0, judged, "two", "evaluations"))
-    commit(run, 0, "evaluate", outputs=files, data=told | times)
+    runs.commit(run, 0, "evaluate", outputs=files, data=told | times)
     for stage in STAGES[1:]:
-        commit(run, 0, stage, data=more.get(stage, {}) | times)
+        runs.commit(run, 0, stage, data=more.get(stage, {}) | times)
     return run
 
 
@@ -165,11 +165,11 @@ def test_the_report_has_a_table_of_judges(judged_run: RunDirectory, browser: Bro
 
 def test_a_run_without_judges_is_shown_without(tmp_path: Path) -> None:
     bare = RunDirectory(str(tmp_path / "bare"))
-    configure(bare, train={"iterations": 1})
+    runs.configure(bare, train={"iterations": 1})
     talk = [{"role": "user", "content": "Ask."}, {"role": "assistant", "content": "Please."}]
-    files = [write_trajectories(bare, 0, [conversation(talk)], "one")]
+    files = [write_trajectories(bare, 0, [runs.conversation(talk)], "one")]
     data = {"reward_mean": 0.5, "failures": {}, "rejected": {}}
-    commit(bare, 0, "rollout", outputs=files, data=data)
+    runs.commit(bare, 0, "rollout", outputs=files, data=data)
     text = shown(inspect_run(bare.uri)) + shown(inspect_session(bare.uri, "s0"))
     assert "judge" not in text.replace(bare.uri, "")
     page = write_report(bare.uri, str(tmp_path / "report.html"), 16)

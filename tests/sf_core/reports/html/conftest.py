@@ -9,7 +9,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
 from storage.tables.schema import TurnSpan
-from tests.sf_core.reports.html.report_runs import HOSTILE, commit_iteration, goes_on, talk
+from tests.bench.reports.report_runs import HOSTILE, commit_iteration, goes_on, talk
 
 
 @pytest.fixture

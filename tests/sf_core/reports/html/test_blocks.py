@@ -11,9 +11,9 @@ from sf_core.reports.html import blocks
 from sf_core.reports.view import RunView, SessionSet
 from storage.media import store_picture
 from storage.run_directory import RunDirectory
+from tests.bench.reports.report_runs import commit_iteration
+from tests.bench.reports.tables import trajectory
 from tests.bench.runs import configure
-from tests.sf_core.reports.html.report_runs import commit_iteration
-from tests.sf_core.reports.test_tables import trajectory
 
 
 def test_once_blocks_do_not_fit_older_iterations_are_not_read(

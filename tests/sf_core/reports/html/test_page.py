@@ -11,11 +11,9 @@ from sf_core.reports.html.page import write_report
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import write_outcomes
 from storage.tables.trajectories import write_trajectories
-from tests.bench.commands import sf
-from tests.bench.pages import new_page
-from tests.bench.runs import commit, group_row
-from tests.sf_core.reports.html.report_runs import HOSTILE, commit_iteration, opened, talk
-from tests.sf_core.reports.test_tables import trajectory
+from tests import bench
+from tests.bench import runs
+from tests.bench.reports import report_runs
 
 LIGHT = "rgb(246, 247, 249)"
 DARK = "rgb(20, 23, 28)"
@@ -35,7 +33,7 @@ def colour_of(page: Page, token: str) -> str:
 def test_a_run_opens_offline_with_its_curves_devices_and_tables(
     talking_run: RunDirectory, browser: Browser
 ) -> None:
-    with opened(browser, write_report(talking_run.uri, None, 16), offline=True) as page:
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16), offline=True) as page:
         reward = page.locator("figure.chart", has_text="Reward").locator("path.line")
         assert re.fullmatch(r"M[\d.]+,[\d.]+L[\d.]+,[\d.]+", reward.get_attribute("d") or "")
         expect(page.locator("figure.chart", has_text="KL to the teacher")).to_have_count(1)
@@ -53,7 +51,7 @@ def test_a_run_opens_offline_with_its_curves_devices_and_tables(
 
 
 def test_a_session_is_read_turn_by_turn(talking_run: RunDirectory, browser: Browser) -> None:
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g1.0.a1")
         turns = page.locator("#session .turn")
         expect(turns.locator("header b")).to_have_text(["user", "assistant"])
@@ -67,14 +65,14 @@ def test_a_session_is_read_turn_by_turn(talking_run: RunDirectory, browser: Brow
 def test_tokens_of_an_evaluation_are_marked_as_not_used_for_training(
     talking_run: RunDirectory, browser: Browser
 ) -> None:
-    held_out = [talk("run-1.e0.0.a1", "name a tree", "oak", [0], group_id=None)]
+    held_out = [report_runs.talk("run-1.e0.0.a1", "name a tree", "oak", [0], group_id=None)]
     ref = write_trajectories(talking_run, 0, held_out, "part", kind="evaluations")
-    commit(talking_run, 0, "evaluate", outputs=[ref], data={"reward_mean": 1.0, "failures": {}})
+    runs.commit(talking_run, 0, "evaluate", outputs=[ref], data={"reward_mean": 1.0, "failures": {}})
     expected = {
         "e0.0.a1": ["sampled in an evaluation, not used for training", "sampled, not counted here"],
         "g0.0.a1": ["sampled, trained", "sampled, not trained here"],
     }
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         for session, marks in expected.items():
             open_session(page, session)
             for kind, mark in zip(("trained", "carried"), marks, strict=True):
@@ -86,8 +84,10 @@ def test_tokens_of_an_evaluation_are_marked_as_not_used_for_training(
 def test_what_a_command_wrote_last_is_unfolded(talking_run: RunDirectory, browser: Browser) -> None:
     last = "<b>thinking</b>\nso it is"
     wrote = "x" * LAST_OUTPUT + last
-    commit_iteration(talking_run, 2, [talk("run-1.g2.0.a1", "hello", "hi", [2], output=wrote)])
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    report_runs.commit_iteration(
+        talking_run, 2, [report_runs.talk("run-1.g2.0.a1", "hello", "hi", [2], output=wrote)]
+    )
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g2.0.a1")
         page.get_by_text("what the command wrote last").click()
         shown = page.locator("#session pre")
@@ -99,7 +99,7 @@ def test_what_a_command_wrote_last_is_unfolded(talking_run: RunDirectory, browse
 def test_branches_are_a_tree_and_what_they_share_is_folded(
     talking_run: RunDirectory, browser: Browser
 ) -> None:
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g1.0.a1")
         page.locator(".tree ul ul button").click()
         expect(page.locator(".turns > .turn .tokens")).to_have_text(["another", "pear<|end|>"])
@@ -112,7 +112,7 @@ def test_branches_are_a_tree_and_what_they_share_is_folded(
 
 
 def test_colours_follow_log_probs_or_policy_versions(talking_run: RunDirectory, browser: Browser) -> None:
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g1.0.a1")
         assert colour_of(page, "a") == colour_of(page, "i")
         page.get_by_label("policy version").check()
@@ -124,16 +124,16 @@ def test_colours_follow_log_probs_or_policy_versions(talking_run: RunDirectory, 
 def test_dark_and_light_follow_the_system_or_the_switch(talking_run: RunDirectory, browser: Browser) -> None:
     target = write_report(talking_run.uri, None, 16)
     colour = "getComputedStyle(document.body).backgroundColor"
-    with opened(browser, target, color_scheme="dark") as page:
+    with report_runs.opened(browser, target, color_scheme="dark") as page:
         assert page.evaluate(colour) == DARK
         page.click("#theme")
         assert page.evaluate(colour) == LIGHT
-    with opened(browser, target, color_scheme="light") as page:
+    with report_runs.opened(browser, target, color_scheme="light") as page:
         assert page.evaluate(colour) == LIGHT
 
 
 def test_sessions_are_found_by_reward_and_keys(talking_run: RunDirectory, browser: Browser) -> None:
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         page.keyboard.press("/")
         page.keyboard.type("calculator")
         expect(page.locator("#count")).to_have_text("2 of 2 sessions")
@@ -152,10 +152,10 @@ def test_a_group_opens_its_own_sessions_and_a_rejected_one_none(
     talking_run: RunDirectory, browser: Browser
 ) -> None:
     for number, group in ((2, "run-1.g2"), (3, "run-1.g20"), (4, "run-1.g70")):
-        commit_iteration(
-            talking_run, number, [talk(f"{group}.0.a1", "hello", "hi", [number], group_id=group)]
+        report_runs.commit_iteration(
+            talking_run, number, [report_runs.talk(f"{group}.0.a1", "hello", "hi", [number], group_id=group)]
         )
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         rejected = page.get_by_role("cell", name="run-1.g7", exact=True)
         rejected.first.click()
         expect(page.locator("#count")).to_have_text("0 of 5 sessions")
@@ -170,17 +170,19 @@ def test_a_group_opens_its_own_sessions_and_a_rejected_one_none(
 def test_a_run_that_chooses_shows_its_groups_by_kind_and_what_it_dropped(
     talking_run: RunDirectory, browser: Browser
 ) -> None:
-    dropped = group_row(7, [1.0, 0.25], verdict="too old")
-    row = talk("run-1.g2.0.a1", "hello", "hi", [2])
-    commit_iteration(talking_run, 2, [row], [group_row(2, [1.0]), dropped], right=1, mixed=6, wrong=2)
+    dropped = runs.group_row(7, [1.0, 0.25], verdict="too old")
+    row = report_runs.talk("run-1.g2.0.a1", "hello", "hi", [2])
+    report_runs.commit_iteration(
+        talking_run, 2, [row], [runs.group_row(2, [1.0]), dropped], right=1, mixed=6, wrong=2
+    )
     # a rollout whose batch is not filtered yet, with a group of before its attempt that is in no outcomes
     outputs = [
         write_trajectories(talking_run, 3, [row], "part"),
-        write_outcomes(talking_run, 3, [group_row(8)], "part"),
+        write_outcomes(talking_run, 3, [runs.group_row(8)], "part"),
     ]
     told = {"rejected": {"8": "timeout", "9": "max_lag"}, "failures": {}, "reward_mean": 1.0}
-    commit(talking_run, 3, "rollout", outputs=outputs, data=told | {"right": 0, "mixed": 4, "wrong": 0})
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    runs.commit(talking_run, 3, "rollout", outputs=outputs, data=told | {"right": 0, "mixed": 4, "wrong": 0})
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         chart = page.locator("figure.chart", has_text="all wrong")
         expect(chart.locator(".legend li")).to_have_text(["all right", "mixed", "all wrong"])
         # the two iterations that told of kinds
@@ -204,14 +206,14 @@ def test_a_run_that_chooses_shows_its_groups_by_kind_and_what_it_dropped(
 def test_a_run_that_does_not_choose_has_no_groups_by_kind(
     talking_run: RunDirectory, browser: Browser
 ) -> None:
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         expect(page.locator("figure.chart", has_text="Groups")).to_have_count(0)
 
 
 def test_a_character_of_several_tokens_is_shown_where_it_is_complete(
     talking_run: RunDirectory, browser: Browser
 ) -> None:
-    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+    with report_runs.opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g0.0.a1")
         expect(page.locator(".turn.sampled .tokens")).to_have_text("Gr⋯ü⋯ße<|end|>")
         page.locator(".tok.partial").first.hover()
@@ -221,10 +223,12 @@ def test_a_character_of_several_tokens_is_shown_where_it_is_complete(
 def test_what_agents_wrote_stays_text(hostile_run: RunDirectory, browser: Browser) -> None:
     target = write_report(hostile_run.uri, None, 16)
     assert "onerror" not in Path(target).read_text(encoding="utf-8")
-    with opened(browser, target) as page:
+    with report_runs.opened(browser, target) as page:
         open_session(page, "onerror")
-        expect(page.locator(".turn .tokens")).to_have_text([HOSTILE, f"{HOSTILE}<|end|>"])
-        expect(page.locator("#groups tbody")).to_contain_text(HOSTILE)
+        expect(page.locator(".turn .tokens")).to_have_text(
+            [report_runs.HOSTILE, f"{report_runs.HOSTILE}<|end|>"]
+        )
+        expect(page.locator("#groups tbody")).to_contain_text(report_runs.HOSTILE)
         assert page.locator("img").count() == 0
         assert page.title() == "run-1 - SeamlessFlow"
 
@@ -239,7 +243,7 @@ def test_the_policy_of_the_page_allows_no_foreign_script(talking_run: RunDirecto
     Path(target).write_text(
         page_text.replace("<main>", "<script>document.title='owned'</script><main>"), encoding="utf-8"
     )
-    with new_page(browser) as page:
+    with bench.pages.new_page(browser) as page:
         page.goto(f"file://{target}")
         page.wait_for_selector("html[data-ready]")
         assert page.title() == "run-1 - SeamlessFlow"
@@ -253,7 +257,7 @@ def test_a_run_of_50_mb_stays_within_the_size_and_says_what_is_left_out(
     length = 20_000
     for iteration in range(2, 10):
         rows = [
-            trajectory(
+            bench.reports.tables.trajectory(
                 f"run-1.g{iteration}.{i}.a1",
                 [iteration] * length,
                 token_ids=rng.integers(0, 256, length, np.int32),
@@ -262,12 +266,12 @@ def test_a_run_of_50_mb_stays_within_the_size_and_says_what_is_left_out(
             )
             for i in range(80)
         ]
-        commit_iteration(talking_run, iteration, rows)
+        report_runs.commit_iteration(talking_run, iteration, rows)
     stored = sum(path.stat().st_size for path in Path(talking_run.path("trajectories")).rglob("*.parquet"))
     assert stored > 50e6
     target = write_report(talking_run.uri, None, 5)
     assert 4e6 < Path(target).stat().st_size <= 5e6
-    with opened(browser, target) as page:
+    with report_runs.opened(browser, target) as page:
         expect(page.locator("#left-out")).to_have_text(re.compile(r"^\d+ of 642 sessions are in this page"))
         # every iteration has some, the newest most
         for iteration in (0, 2, 9):
@@ -280,7 +284,7 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path, browser: Browser) 
     run.write_config(RunConfig(run_id="new"))
     # an agent's first session is being written
     Path(run.partition("opened", 0)).mkdir(parents=True)
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+    with report_runs.opened(browser, write_report(run.uri, None, 16)) as page:
         expect(page.locator("#count")).to_have_text("0 of 0 sessions")
 
 
@@ -302,4 +306,4 @@ def test_a_size_that_cannot_hold_the_figures_is_refused(talking_run: RunDirector
 @pytest.mark.parametrize("size", ["inf", "nan", "0", "-1"])
 def test_a_size_that_is_none_is_refused(talking_run: RunDirectory, size: str) -> None:
     sentence = f"error: the size limit of the page must be more than 0 MB, got {size} MB"
-    assert sf("report", talking_run.uri, f"--max-mb={size}") == (2, sentence)
+    assert bench.commands.sf("report", talking_run.uri, f"--max-mb={size}") == (2, sentence)

@@ -14,10 +14,8 @@ from sf_core.stages.settling.first_tasks import foresee
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.training.policy_folder import read_model_config
 from sf_core.types import Task
-from tests.bench.engines.families import DENSE, MIXTURES, small_config
-from tests.bench.engines.model_folders import write_tokenizer
+from tests.bench import engines, refusals
 from tests.bench.policy_server import publish_run
-from tests.bench.refusals import check_sentence, clear_refusal
 
 
 def kl(**settings: Any) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def test_settings_that_hardly_train_are_told(case: str) -> None:
     config = RunConfig.model_validate(sections)
     check_start(config)
     [sentence] = foresee(config)
-    check_sentence(sentence, *names)
+    refusals.check_sentence(sentence, *names)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +117,7 @@ def test_equal_training_prompts_are_told(tasks: Any, number: int) -> None:
     named = {"environment": {"tasks": f"{__name__}:{tasks.__name__}"}}
     [sentence] = foresee(RunConfig.model_validate(named))
     told = f"{number} of the first 256 training tasks have the same prompt, 'What is 2+3?', so"
-    check_sentence(sentence, told)
+    refusals.check_sentence(sentence, told)
 
 
 @pytest.mark.parametrize("tasks", [some_questions, without_prompt])
@@ -131,25 +129,25 @@ def test_prompts_of_which_fewer_are_equal_are_not_told(tasks: Any) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (made := tmp_path / "model").mkdir()
-    write_tokenizer(made)
+    engines.model_folders.write_tokenizer(made)
     (made / "tokenizer_config.json").write_text('{"eos_token": "<end>"}', encoding="utf-8")
     (made / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
     return made
 
 
 def adapted(folder: Path, kind: str, **settings: Any) -> RunConfig:
-    AutoModelForCausalLM.from_config(small_config(kind)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(engines.families.small_config(kind)).save_pretrained(folder)
     sections = {"policy": {"model": str(folder)}, "train": {"lora": settings}, "rollout": {"max_tokens": 16}}
     return RunConfig.model_validate(sections)
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", engines.families.MIXTURES)
 def test_an_adapter_that_would_leave_experts_out_is_refused_with_their_share(folder: Path, kind: str) -> None:
     config = adapted(folder, kind)
     shape = read_model_config(str(folder))
     share, _ = find_unreached(shape)
     assert share > 0.3
-    with clear_refusal(
+    with refusals.clear_refusal(
         "train.lora trains linear layers only",
         f"{share:.0%} of the weights in the blocks of a {kind} model",
         "name the layers to train in train.lora.targets",
@@ -159,6 +157,6 @@ def test_an_adapter_that_would_leave_experts_out_is_refused_with_their_share(fol
     check_start(adapted(folder, kind, targets=[target]))
 
 
-@pytest.mark.parametrize("kind", sorted(DENSE.keys() - {"mamba"}))
+@pytest.mark.parametrize("kind", sorted(engines.families.DENSE.keys() - {"mamba"}))
 def test_an_adapter_of_a_dense_model_reaches_all_of_it(folder: Path, kind: str) -> None:
     check_start(adapted(folder, kind))

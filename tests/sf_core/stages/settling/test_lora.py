@@ -24,10 +24,8 @@ from sf_core.stages.settling.stored_config import settle_config
 from sf_core.stages.start import start
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_adapter
-from tests.bench.commands import check_refused, sf
-from tests.bench.engines.model_folders import linears_of
-from tests.bench.refusals import Refusal, clear_refusal, refuses
-from tests.bench.runs import commit
+from tests import bench
+from tests.bench import commands, refusals
 
 LORA: dict[str, Any] = {"train": {"lora": {}}}
 VLLM: dict[str, Any] = {"kind": "vllm"}
@@ -36,7 +34,7 @@ VLLM: dict[str, Any] = {"kind": "vllm"}
 def save_tuned(folder: Path, model: str, rank: int = 2, dtype: str | None = None) -> Path:
     """An adapter of the model; alpha 6, of o_proj and q_proj."""
     adapter = Adapter(rank, 6.0, ("o_proj", "q_proj"))
-    shapes = shape_factors(adapter, linears_of(model))
+    shapes = shape_factors(adapter, bench.engines.model_folders.linears_of(model))
     save_adapter(str(folder), make_factors(shapes, 1), adapter.encode(model), 0, dtype)
     return folder
 
@@ -87,7 +85,7 @@ FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 TUNED = ("policy: {model: model, adapter: tuned}", "train: {lora: {}}")
 
 
-@refuses("""
+@refusals.refuses("""
     {"use_dora": true}
     > policy.adapter: tuned/adapter_config.json describes DoRA (use_dora), which SeamlessFlow cannot train
     {"use_rslora": true}
@@ -121,7 +119,7 @@ TUNED = ("policy: {model: model, adapter: tuned}", "train: {lora: {}}")
     > policy.adapter: tuned has alpha 0, so its factors change nothing
 """)
 def test_a_description_of_an_adapter_that_cannot_be_continued_is_refused(
-    refusal: Refusal, policy_copy: Path, tuned: Path, tmp_path: Path
+    refusal: refusals.Refusal, policy_copy: Path, tuned: Path, tmp_path: Path
 ) -> None:
     about = tuned / "adapter_config.json"
     changes = json.loads(refusal.given[0])
@@ -169,7 +167,7 @@ def test_files_of_an_adapter_that_cannot_be_continued_are_refused(
 ) -> None:
     spoil, sentence = BAD[kind]
     spoil(tuned)
-    Refusal(TUNED, f"policy.adapter: {sentence}").check(tmp_path)
+    refusals.Refusal(TUNED, f"policy.adapter: {sentence}").check(tmp_path)
 
 
 def test_an_adapter_of_a_larger_model_is_refused(policy_copy: Path, tmp_path: Path) -> None:
@@ -178,10 +176,10 @@ def test_an_adapter_of_a_larger_model_is_refused(policy_copy: Path, tmp_path: Pa
     save_tuned(tmp_path / "tuned", larger)
     told = "policy.adapter: tuned was made for another model than policy.model:"
     first = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"
-    Refusal(TUNED, f"{told} '{first}' has shape [2, 96]; expected [2, 32]").check(tmp_path)
+    refusals.Refusal(TUNED, f"{told} '{first}' has shape [2, 96]; expected [2, 32]").check(tmp_path)
 
 
-@refuses("""
+@refusals.refuses("""
     policy: {model: model, adapter: tuned}
     train: {lora: {rank: 3}}
     > train.lora.rank 3 differs from 2 of policy.adapter: leave train.lora.rank out
@@ -193,7 +191,7 @@ def test_an_adapter_of_a_larger_model_is_refused(policy_copy: Path, tmp_path: Pa
     > train.lora.targets v_proj differs from o_proj, q_proj of policy.adapter: leave train.lora.targets out
 """)
 def test_settings_must_be_those_of_the_adapter(
-    refusal: Refusal, policy_copy: Path, tuned: Path, tmp_path: Path
+    refusal: refusals.Refusal, policy_copy: Path, tuned: Path, tmp_path: Path
 ) -> None:
     refusal.check(tmp_path)
 
@@ -217,7 +215,7 @@ def test_the_commands_refuse_before_anything_starts(tmp_path: Path, command: str
     file.write_text(
         f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{targets: [lm_head]}}}}\n", encoding="utf-8"
     )
-    check_refused(
+    commands.check_refused(
         tmp_path, [command, str(file)], f"{file}: train.lora: the target lm_head is not a linear layer"
     )
 
@@ -227,7 +225,7 @@ def test_the_plan_says_what_is_trained(tmp_path: Path) -> None:
     file.write_text(
         f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{rank: 2, targets: [q_proj]}}}}\n", encoding="utf-8"
     )
-    code, output = sf("plan", str(file), "--set", "engine.kind=vllm")
+    code, output = commands.sf("plan", str(file), "--set", "engine.kind=vllm")
     said = " ".join(output.split())
     assert code == 0, output
     assert "adapter 2,048 parameters are trained, factors of rank 2 (alpha 4) of q_proj; made anew" in said
@@ -251,7 +249,7 @@ def resumed(tmp_path: Path, before: Any, after: Any) -> RunConfig:
     run = RunDirectory(configured(before).run_dir)
     run.write_config(configured(before))
     start(RunRef("r", run.uri, dataplane_url="", attempt=1))
-    commit(run, 0, "rollout", data={})
+    bench.runs.commit(run, 0, "rollout", data={})
     check_start(configured(after))
     return settle_config(configured(after), lambda _: None)
 
@@ -267,7 +265,7 @@ def resumed(tmp_path: Path, before: Any, after: Any) -> RunConfig:
     ],
 )
 def test_a_run_goes_on_with_its_adapter_alone(tmp_path: Path, before: Any, after: Any, key: str) -> None:
-    with clear_refusal(f"run r was started with {key}", "choose another run_id, or leave"):
+    with refusals.clear_refusal(f"run r was started with {key}", "choose another run_id, or leave"):
         resumed(tmp_path, before, after)
 
 
@@ -297,5 +295,5 @@ def test_models_without_a_lean_decoder_need_peft(
     config = LORA | {"policy": {"model": str(policy_copy)}}
     check_start(RunConfig.model_validate(config))
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
-    with clear_refusal(sentence) if sentence else nullcontext():
+    with refusals.clear_refusal(sentence) if sentence else nullcontext():
         check_start(RunConfig.model_validate(config))

@@ -25,8 +25,8 @@ from sf_core.training.torch.network import Network
 from storage.files import folder_bytes
 from storage.scratch import scratch_folder
 from storage.tensors.weights import open_weights
-from tests.bench.refusals import check_sentence, clear_refusal
-from tests.bench.training.pictures import loaded, seeing_policy
+from tests.bench import refusals
+from tests.bench.training import pictures
 
 ENGINE = {"max_running": 64, "context_length": 100}
 CACHE = 2 * 64 * 1 * 100 * 32 * 4
@@ -87,8 +87,8 @@ def test_a_step_of_qwen3_4b_with_recompute_barely_fits_on_a_card_of_80_gb(
 
 
 def test_the_tower_of_a_policy_that_sees_is_held_by_each_rank_and_not_trained(tmp_path: Path) -> None:
-    folder = seeing_policy(str(tmp_path))
-    model = loaded(folder)
+    folder = pictures.seeing_policy(str(tmp_path))
+    model = pictures.loaded(folder)
     tower = sum(p.numel() for p in model.model.visual.parameters())
     language = sum(p.numel() for p in model.parameters()) - tower
     assert (count_parameters(folder), count_tower(folder)) == (language, tower)
@@ -214,9 +214,11 @@ def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(small_pol
         PolicySizes.of(config),
         [Worker("t0", TRAIN, memory=enough), Worker("a0", frozenset({"agent"}), memory=1)],
     )
-    with clear_refusal("64 requests (engine.max_running)", "100 tokens (engine.context_length)", "worker r1"):
+    with refusals.clear_refusal(
+        "64 requests (engine.max_running)", "100 tokens (engine.context_length)", "worker r1"
+    ):
         check(config, [Worker("r0", ROLLOUT), Worker("r1", ROLLOUT, memory=needed - 1)])
-    with clear_refusal("worker t0", "each of 1 ranks", "raise train.workers"):
+    with refusals.clear_refusal("worker t0", "each of 1 ranks", "raise train.workers"):
         check(config, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
     shared = configured({"model": small_policy}, train={"workers": 2})
     check(shared, [Worker("t0", TRAIN, memory=enough - sizes.rank // 2)])
@@ -246,14 +248,14 @@ def large(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 def test_activations_that_a_card_has_no_room_for_are_refused(large: RunConfig) -> None:
     card = [Worker("t0", TRAIN, memory=85_000_000_000)]
-    with clear_refusal("set train.recompute to true", "train.tokens_per_microbatch (8192)"):
+    with refusals.clear_refusal("set train.recompute to true", "train.tokens_per_microbatch (8192)"):
         check(large, card)
     again = large.model_copy(update={"train": large.train.model_copy(update={"recompute": True})})
     check(again, card)
     # fewer tokens than a micro-batch may have are never more than a batch has
     few = large.model_copy(update={"rollout": large.rollout.model_copy(update={"groups_per_batch": 1})})
     check(few, card)
-    with clear_refusal("with train.recompute true: lower train.tokens_per_microbatch"):
+    with refusals.clear_refusal("with train.recompute true: lower train.tokens_per_microbatch"):
         check(again, [Worker("t0", TRAIN, memory=73_000_000_000)])
 
 
@@ -317,4 +319,4 @@ def test_the_words_name_what_stays_and_what_is_trained(small_policy: str) -> Non
     with pytest.raises(ValueError) as refused:
         check(configured({"model": small_policy}, train=train), tight)
     held = "for the policy's weights, and the factors, their gradient and Adam's moments: raise train.workers"
-    check_sentence(str(refused.value), held)
+    refusals.check_sentence(str(refused.value), held)

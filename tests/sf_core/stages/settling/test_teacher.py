@@ -18,8 +18,8 @@ from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_siz
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.settling.teacher import check_tokens
 from sf_core.training.policy_folder import count_parameters
+from tests.bench import refusals
 from tests.bench.policy_server import publish_run
-from tests.bench.refusals import check_sentence, clear_refusal
 from tests.bench.training.pictures import seeing_policy
 
 AT_URL = {"url": "http://teacher:8000", "divergence": "sampled"}
@@ -31,7 +31,7 @@ def configured(teacher: dict[str, Any], policy: dict[str, Any] | None = None, **
 
 
 def refused(config: RunConfig, *names: str, by_a_worker: bool = False) -> None:
-    with clear_refusal(*names):
+    with refusals.clear_refusal(*names):
         check_start(config, by_a_worker=by_a_worker)
 
 
@@ -73,7 +73,7 @@ def test_a_policy_that_sees_is_taught_by_one_that_sees(tmp_path: Path, small_pol
             ({"model": small_policy}, f"train.teacher.model: {small_policy} does not see pictures, but"),
             (AT_URL | {"tokenizer": sees}, "train.teacher.url: a server receives token ids only"),
         ):
-            with clear_refusal(said):
+            with refusals.clear_refusal(said):
                 check_tokens(configured(teacher, policy, engine=engine), policy.get("model"), False)
 
 
@@ -191,7 +191,7 @@ def test_a_teacher_that_a_worker_has_no_memory_for_is_refused(small_policy: str)
     with pytest.raises(ValueError) as refused:
         check_memory(sizes, [worker])
     held = f"Adam's moments, with {sizes.frozen / 1e3:,.0f} kB of models that are not trained: raise"
-    check_sentence(str(refused.value), "worker t0", held)
+    refusals.check_sentence(str(refused.value), "worker t0", held)
 
 
 def test_the_plan_says_what_a_teacher_costs(small_policy: str, policy_copy: Path) -> None:

@@ -12,16 +12,17 @@ import torch
 from sf_core.config import TrainConfig
 from sf_core.training.megatron.limits import check_shape
 from sf_core.training.torch.ranks import Ranks, SingleRank
-from tests.bench.training.batches import grouped_rows, make_batch
-from tests.bench.training.gang import Member, Try
-from tests.bench.training.policies import gpt2, llama, qwen, qwen2
-from tests.sf_core.training.model_contract import FullModelTests, Setup, train_on
+from tests.bench import training
+from tests.bench.training import model_contract, policies
 
 CUT_LAYERS = {"tensor_parallel": 2}
 CUT_PIPELINE = {"pipeline_parallel": 2}
 
 
-@pytest.fixture(params=[lambda: qwen(vocab_size=65), qwen2, llama], ids=["qwen", "qwen2", "llama"])
+@pytest.fixture(
+    params=[lambda: policies.qwen(vocab_size=65), policies.qwen2, policies.llama],
+    ids=["qwen", "qwen2", "llama"],
+)
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A policy whose vocabulary two ranks cannot split evenly, one with biases, and one with neither."""
     return saved(request.param, tmp_path)
@@ -38,10 +39,10 @@ def saved(make: Any, tmp_path: Path) -> str:
     return str(tmp_path / "policy")
 
 
-class MegatronTests(FullModelTests):
+class MegatronTests(model_contract.FullModelTests):
     backend = "sf_core.training.megatron.backend:MegatronBackend"
 
-    def setup(self, folder: str, **train: Any) -> Setup:
+    def setup(self, folder: str, **train: Any) -> model_contract.Setup:
         workers = train.get("tensor_parallel", 1) * train.get("pipeline_parallel", 1)
         return super().setup(folder, backend="megatron", workers=workers, **train)
 
@@ -52,18 +53,28 @@ class TestContract(MegatronTests):
     def test_it_goes_on_from_what_the_torch_backend_has_stored_and_the_other_way_round(
         self, policy: str
     ) -> None:
-        batches = [make_batch(grouped_rows(4, 3), logprob=-4.0, group_size=3, seed=seed) for seed in range(3)]
+        batches = [
+            training.batches.make_batch(
+                training.batches.grouped_rows(4, 3), logprob=-4.0, group_size=3, seed=seed
+            )
+            for seed in range(3)
+        ]
         train: dict[str, Any] = {"learning_rate": 1e-4}
-        torch_setup = Setup("sf_core.training.torch.backend:TorchBackend", policy, {"train": train})
+        torch_setup = model_contract.Setup(
+            "sf_core.training.torch.backend:TorchBackend", policy, {"train": train}
+        )
         of_torch = str(self.tmp_path / "of-torch")
-        wanted = self.on(2, partial(train_on, torch_setup, batches, of_torch, 2))
+        wanted = self.on(2, partial(model_contract.train_on, torch_setup, batches, of_torch, 2))
         for number, (size, cut) in enumerate(self.layouts):
             setup = self.setup(policy, **train, **cut)
             of_megatron = str(self.tmp_path / f"of-megatron-{number}")
-            straight = self.on(size, partial(train_on, setup, batches, of_megatron, 2))
+            straight = self.on(size, partial(model_contract.train_on, setup, batches, of_megatron, 2))
             for found, stored in (
-                (self.on(size, partial(train_on, setup, batches, of_torch, None)), wanted),
-                (self.on(1, partial(train_on, torch_setup, batches, of_megatron, None)), straight),
+                (self.on(size, partial(model_contract.train_on, setup, batches, of_torch, None)), wanted),
+                (
+                    self.on(1, partial(model_contract.train_on, torch_setup, batches, of_megatron, None)),
+                    straight,
+                ),
             ):
                 for name, array in stored.items():
                     assert abs(found[name] - array).max() < 2e-5, (size, cut, name)
@@ -90,9 +101,9 @@ def test_ranks_listen_on_the_address_of_their_worker_and_nowhere_else(tmp_path: 
     hosts = [one.address for one in known if one.family == socket.AF_INET and one.address[:4] != "127."]
     if not hosts:
         pytest.skip("this machine has no address but loopback")
-    folder = saved(llama, tmp_path)
-    members = [Member("t0"), Member("t1")]
-    one = Try(str(tmp_path), ("t0", "t1"), host=hosts[0])
+    folder = saved(policies.llama, tmp_path)
+    members = [training.gang.Member("t0"), training.gang.Member("t1")]
+    one = training.gang.Try(str(tmp_path), ("t0", "t1"), host=hosts[0])
     for member in members:
         member.sit(one, partial(listening, folder))
     reports = [member.report() for member in members]
@@ -105,7 +116,7 @@ def test_an_architecture_that_it_does_not_know_is_refused(tmp_path: Path) -> Non
     from sf_core.training.megatron.megatron_model import MegatronModel
 
     with pytest.raises(ValueError, match=r"the policy's model_type is gpt2: use train\.backend torch$"):
-        MegatronModel(saved(gpt2, tmp_path), SingleRank(), TrainConfig())
+        MegatronModel(saved(policies.gpt2, tmp_path), SingleRank(), TrainConfig())
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from sf_core.training.packing.attention import RowAttention
 from sf_core.training.packing.rows import read_rows
 from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.packing.trie import Microbatch
+from tests.bench import closeness
 from tests.bench.training.batches import make_batch
-from tests.closeness import FORWARD, assert_rounded
-from tests.sf_core.training.packing.batches import batches
+from tests.sf_core.training.packing.packed_batches import batches
 
 HEADS = 4
 HEAD_DIM = 8
@@ -74,4 +74,4 @@ def test_each_token_attends_to_its_row_once_and_its_gradients_are_those_of_all_r
             # where a token sees only itself, the gradient of its query is 0 or a rounding
             scale = max(float(theirs.abs().max()) for theirs in found[1])
             for ours, theirs in zip(*found, strict=True):
-                assert_rounded(ours, theirs, FORWARD, scale=scale)
+                closeness.assert_rounded(ours, theirs, closeness.FORWARD, scale=scale)

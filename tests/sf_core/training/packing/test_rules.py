@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from sf_core.training.packing import rules
 from sf_core.training.packing.rows import Row, read_rows
 from sf_core.training.packing.rules import Packing, pack, share, split_groups
-from tests.bench.training.batches import grouped_rows, make_batch
-from tests.properties import examples
-from tests.sf_core.training.packing.batches import batches, told_apart
+from tests.bench.properties import examples
+from tests.bench.training import batches
+from tests.sf_core.training.packing import packed_batches
 
 Rows = list[tuple[list[int], list[bool]]]
 Rule = Literal["distinct", "padded"]
@@ -33,7 +33,7 @@ def groups_of(
             length = int(random.integers(sampled // 2, sampled + 1))
             answer = random.integers(500, size=length).tolist()
             found.append((shown + answer, [False] * prompt + [True] * length))
-    return read_rows(make_batch(found, group_size=size))
+    return read_rows(batches.make_batch(found, group_size=size))
 
 
 def computed(rows: list[Row], packing: Packing) -> int:
@@ -60,18 +60,18 @@ def test_by_padded_tokens_long_prompts_are_computed_for_each_answer(
 
 
 @settings(max_examples=examples(300))
-@given(batches, st.integers(1, 60))
+@given(packed_batches.batches, st.integers(1, 60))
 def test_a_microbatch_keeps_to_its_bound_unless_one_row_exceeds_it(rows: Rows, max_tokens: int) -> None:
-    for microbatch in pack(read_rows(make_batch(rows)), Packing(max_tokens)):
+    for microbatch in pack(read_rows(batches.make_batch(rows)), Packing(max_tokens)):
         assert len(microbatch.token_ids) <= max_tokens or len(microbatch.grid) == 1
-    for microbatch in pack(read_rows(make_batch(rows)), Packing(max_tokens, "padded")):
+    for microbatch in pack(read_rows(batches.make_batch(rows)), Packing(max_tokens, "padded")):
         assert microbatch.grid.numel() <= max_tokens or len(microbatch.grid) == 1
 
 
 @settings(max_examples=examples(300))
-@given(batches.filter(lambda rows: len(rows) <= 8), st.integers(1, 60), st.integers(1, 64))
+@given(packed_batches.batches.filter(lambda rows: len(rows) <= 8), st.integers(1, 60), st.integers(1, 64))
 def test_no_other_cuts_compute_less(rows: Rows, max_tokens: int, passes: int) -> None:
-    own = read_rows(make_batch(rows))
+    own = read_rows(batches.make_batch(rows))
 
     def cost(microbatches: list[int]) -> int:
         return sum(tokens + max_tokens // passes for tokens in microbatches)
@@ -100,18 +100,18 @@ def test_a_bound_that_is_not_given_follows_the_longest_row() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_groups_stay_whole_when_split(num_groups: int, num_parts: int) -> None:
-    rows = read_rows(make_batch(grouped_rows(num_groups, 2)))
+    rows = read_rows(batches.make_batch(batches.grouped_rows(num_groups, 2)))
     parts = split_groups(rows, num_parts, np.random.default_rng(0))
     assert sum(len(part) for part in parts) == len(rows)
     groups = [{row.group for row in part} for part in parts]
     assert sum(len(part) for part in groups) == len(set().union(*groups)) == num_groups
 
 
-@given(batches, st.integers(1, 60), st.integers(1, 4), st.sampled_from(["distinct", "padded"]))
+@given(packed_batches.batches, st.integers(1, 60), st.integers(1, 4), st.sampled_from(["distinct", "padded"]))
 def test_shares_have_equally_many_microbatches_and_each_token_is_in_one(
     rows: Rows, max_tokens: int, num_parts: int, rule: Rule
 ) -> None:
-    own = read_rows(told_apart(rows))
+    own = read_rows(packed_batches.told_apart(rows))
     packing = Packing(max_tokens, rule)
     shares = [share(own, part, num_parts, packing) for part in range(num_parts)]
     assert len({len(microbatches) for microbatches in shares}) == 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sf_core.training.packing.rows import read_rows
 from sf_core.training.packing.rules import Packing, pack
 from tests.bench.training.batches import make_batch
-from tests.sf_core.training.packing.batches import batches, told_apart
+from tests.sf_core.training.packing.packed_batches import batches, told_apart
 
 
 @given(batches, st.integers(1, 60))

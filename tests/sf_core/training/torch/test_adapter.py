@@ -29,36 +29,25 @@ from sf_core.training.torch.torch_model import TorchModel
 from storage import files
 from storage.tensors.checkpoints import MASTER, has_checkpoint, load_checkpoint
 from storage.tensors.weights import load_weights
-from tests.bench.training.adapters import (
-    adapter_of,
-    draw_adapter,
-    make_trainer,
-    masters_of,
-    save_with_adapter,
-    train_adapter,
-)
-from tests.bench.training.batches import grouped_rows, make_batch
-from tests.bench.training.gang import Member, Try
-from tests.bench.training.policies import granite, llama, neox, qwen, qwen2
-from tests.patience import patience, wait_until
-from tests.sf_core.training.model_contract import Learnt, ModelTests, Setup, expected
+from tests.bench import training, waits
+from tests.bench.training import adapters
 
 
-class TestContract(ModelTests):
+class TestContract(training.model_contract.ModelTests):
     backend = "sf_core.training.torch.backend:TorchBackend"
     layouts = ((1, {}), (1, {"recompute": True}), (2, {}), (2, {"recompute": True}))
     gradient_roundings = 128
 
     @pytest.fixture(
         params=[
-            (qwen, ()),
-            (neox, ()),
+            (training.policies.qwen, ()),
+            (training.policies.neox, ()),
             *(
                 pytest.param(policy, marks=pytest.mark.nightly)
                 for policy in (
-                    (llama, ("q_proj", "v_proj", "up_proj")),
-                    (qwen2, ("k_proj", "o_proj", "down_proj")),
-                    (granite, ("q_proj", "gate_proj")),
+                    (training.policies.llama, ("q_proj", "v_proj", "up_proj")),
+                    (training.policies.qwen2, ("k_proj", "o_proj", "down_proj")),
+                    (training.policies.granite, ("q_proj", "gate_proj")),
                 )
             ),
         ],
@@ -66,27 +55,32 @@ class TestContract(ModelTests):
     )
     def policy(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:
         make, targets = request.param
-        return save_with_adapter(make, str(tmp_path / "policy"), targets)
+        return adapters.save_with_adapter(make, str(tmp_path / "policy"), targets)
 
-    def setup(self, folder: str, **train: Any) -> Setup:
-        return replace(super().setup(folder, **train), adapter=adapter_of(folder))
+    def setup(self, folder: str, **train: Any) -> training.model_contract.Setup:
+        return replace(super().setup(folder, **train), adapter=adapters.adapter_of(folder))
 
     def stored(self, folder: str) -> dict[str, torch.Tensor]:
-        return load_weights(adapter_of(folder))
+        return load_weights(adapters.adapter_of(folder))
 
     def expected(
         self, folder: str, batch: pa.Table, dtype: torch.dtype = torch.float32, entropy: float = 0.0
-    ) -> Learnt:
+    ) -> training.model_contract.Learnt:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        model = PeftModel.from_pretrained(base, adapter_of(folder), is_trainable=True).eval()
-        found = expected(model, batch, entropy)
+        model = PeftModel.from_pretrained(base, adapters.adapter_of(folder), is_trainable=True).eval()
+        found = training.model_contract.expected(model, batch, entropy)
         named = {name.replace(".default.", "."): g.numpy() for name, g in found.gradients.items()}
         return replace(found, gradients=named)
 
 
-ARCHITECTURES = pytest.mark.parametrize("make", [qwen, neox], ids=["lean", "transformers"])
+ARCHITECTURES = pytest.mark.parametrize(
+    "make", [training.policies.qwen, training.policies.neox], ids=["lean", "transformers"]
+)
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-BATCHES = [make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, seed=seed) for seed in range(3)]
+BATCHES = [
+    training.batches.make_batch(training.batches.grouped_rows(4, 4), logprob=-4.0, group_size=4, seed=seed)
+    for seed in range(3)
+]
 
 
 def list_frozen(model: TorchModel) -> dict[str, torch.Tensor]:
@@ -99,10 +93,10 @@ def list_frozen(model: TorchModel) -> dict[str, torch.Tensor]:
 def test_steps_change_every_factor_and_no_bit_of_the_base(
     tmp_path: Path, make: Any, dtype: DtypeName
 ) -> None:
-    trainer = make_trainer(save_with_adapter(make, str(tmp_path)), dtype)
+    trainer = adapters.make_trainer(adapters.save_with_adapter(make, str(tmp_path)), dtype)
     assert isinstance(trainer.model, TorchModel)
     before = list_frozen(trainer.model)
-    factors = masters_of(trainer)
+    factors = adapters.masters_of(trainer)
     copies = {name: tensor.clone() for name, tensor in before.items()}
     for batch in BATCHES:
         trainer.step(batch)
@@ -110,17 +104,19 @@ def test_steps_change_every_factor_and_no_bit_of_the_base(
     assert after.keys() == copies.keys() and all(torch.equal(after[n], copies[n]) for n in copies)
     assert {tensor.dtype for tensor in after.values()} == {getattr(torch, dtype)}
     assert all(tensor.grad is None for tensor in after.values())
-    assert {tensor.dtype for tensor in masters_of(trainer).values()} == {torch.float32}
-    assert not any(torch.equal(factors[name], tensor) for name, tensor in masters_of(trainer).items())
+    assert {tensor.dtype for tensor in adapters.masters_of(trainer).values()} == {torch.float32}
+    assert not any(
+        torch.equal(factors[name], tensor) for name, tensor in adapters.masters_of(trainer).items()
+    )
 
 
 @DTYPES
 @ARCHITECTURES
 def test_the_base_is_held_once_in_its_dtype(tmp_path: Path, make: Any, dtype: DtypeName) -> None:
-    folder = save_with_adapter(partial(make, vocab_size=4096, hidden_size=128), str(tmp_path))
+    folder = adapters.save_with_adapter(partial(make, vocab_size=4096, hidden_size=128), str(tmp_path))
     base = sum(tensor.numel() for tensor in load_weights(folder).values())
     before = count_bytes()
-    model = TorchModel(folder, SingleRank(), dtype=dtype, adapter=adapter_of(folder))
+    model = TorchModel(folder, SingleRank(), dtype=dtype, adapter=adapters.adapter_of(folder))
     factors = sum(tensor.numel() * 4 for _, tensor in model.slices([MASTER]).values())
     held = count_bytes() - before
     expected = base * getattr(torch, dtype).itemsize + factors
@@ -142,17 +138,17 @@ def count_bytes() -> int:
 
 
 def test_a_frozen_head_and_embedding_have_no_gradient_and_leave_that_of_the_factors(tmp_path: Path) -> None:
-    folder = save_with_adapter(qwen, str(tmp_path))
+    folder = adapters.save_with_adapter(training.policies.qwen, str(tmp_path))
     (microbatch,) = pack(read_rows(BATCHES[0]), Packing(1 << 20))
     found = []
     for is_frozen in (True, False):
-        made = Network(folder, adapter=adapter_of(folder))
+        made = Network(folder, adapter=adapters.adapter_of(folder))
         trained = made.trained
         made.model.get_output_embeddings().requires_grad_(not is_frozen)
         made.scores(microbatch)[0].sum().backward()
         assert (made.model.get_output_embeddings().weight.grad is None) == is_frozen
         found.append({name: p.grad for name, p in trained.items() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() == load_weights(adapter_of(folder)).keys()
+    assert found[0].keys() == found[1].keys() == load_weights(adapters.adapter_of(folder)).keys()
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name
 
@@ -161,13 +157,13 @@ def test_a_frozen_head_and_embedding_have_no_gradient_and_leave_that_of_the_fact
 def test_the_order_of_factors_in_memory_is_not_that_in_which_they_were_read(
     tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save_with_adapter(make, str(tmp_path))
-    factors = load_weights(adapter_of(folder))
+    folder = adapters.save_with_adapter(make, str(tmp_path))
+    factors = load_weights(adapters.adapter_of(folder))
     found = []
     for order in (sorted(factors), sorted(factors, reverse=True)):
         read = {name: factors[name] for name in order}
         monkeypatch.setattr(network, "load_adapter", lambda _, read=read: read)
-        found.append(list(Network(folder, adapter=adapter_of(folder)).trained))
+        found.append(list(Network(folder, adapter=adapters.adapter_of(folder)).trained))
     assert found[0] == found[1]
 
 
@@ -175,7 +171,7 @@ def test_the_order_of_factors_in_memory_is_not_that_in_which_they_were_read(
 
 
 def train(folder: str, dtype: DtypeName, settings: dict[str, Any], ranks: Ranks) -> Any:
-    trainer = train_adapter(folder, dtype, settings, ranks)
+    trainer = adapters.train_adapter(folder, dtype, settings, ranks)
     metrics = [trainer.step(batch) for batch in BATCHES]
     return metrics, {name: tensor.float().numpy() for name, tensor in trainer.weights().items()}
 
@@ -183,13 +179,13 @@ def train(folder: str, dtype: DtypeName, settings: dict[str, Any], ranks: Ranks)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
 @ARCHITECTURES
 def test_several_ranks_train_an_adapter_like_one(
-    make_members: Callable[[int], list[Member]],
+    make_members: Callable[[int], list[training.gang.Member]],
     tmp_path: Path,
     make: Any,
     dtype: DtypeName,
     tolerance: float,
 ) -> None:
-    folder = save_with_adapter(make, str(tmp_path / "policy"))
+    folder = adapters.save_with_adapter(make, str(tmp_path / "policy"))
     settings = {
         "minibatches": 2,
         "tokens_per_microbatch": 128,
@@ -199,7 +195,7 @@ def test_several_ranks_train_an_adapter_like_one(
     }
     expected_metrics, wanted = train(folder, dtype, settings, SingleRank())
     gang = make_members(2)
-    one = Try(str(tmp_path), tuple(member.worker for member in gang))
+    one = training.gang.Try(str(tmp_path), tuple(member.worker for member in gang))
     for member in gang:
         member.sit(one, partial(train, folder, dtype, settings))
     found = [member.report() for member in gang]
@@ -221,8 +217,8 @@ def test_several_ranks_train_an_adapter_like_one(
 def test_at_the_start_the_divergence_from_the_reference_is_zero(
     tmp_path: Path, make: Any, dtype: DtypeName, start_dtype: str
 ) -> None:
-    folder = save_with_adapter(make, str(tmp_path), dtype=start_dtype)
-    trainer = make_trainer(folder, dtype, loss={"kl": {"coefficient": 0.1}})
+    folder = adapters.save_with_adapter(make, str(tmp_path), dtype=start_dtype)
+    trainer = adapters.make_trainer(folder, dtype, loss={"kl": {"coefficient": 0.1}})
     steps = [trainer.step(batch) for batch in BATCHES]
     assert steps[0]["kl_reference"] == 0.0
     assert steps[1]["kl_reference"] > 0.0 and steps[2]["kl_reference"] > 0.0
@@ -233,10 +229,10 @@ def test_at_the_start_the_divergence_from_the_reference_is_zero(
 def test_another_version_stands_in_with_its_log_probs_and_the_factors_come_back_bit_for_bit(
     tmp_path: Path, make: Any, dtype: DtypeName
 ) -> None:
-    folder = save_with_adapter(make, str(tmp_path / "policy"))
+    folder = adapters.save_with_adapter(make, str(tmp_path / "policy"))
     other = str(tmp_path / "other")
-    draw_adapter(f"{other}/adapter", folder, seed=1, dtype=dtype)
-    model = make_trainer(folder, dtype).model
+    adapters.draw_adapter(f"{other}/adapter", folder, seed=1, dtype=dtype)
+    model = adapters.make_trainer(folder, dtype).model
     assert isinstance(model, TorchModel)
     (microbatch,) = pack(read_rows(BATCHES[0]), Packing(1 << 20))
 
@@ -269,10 +265,10 @@ def test_another_version_stands_in_with_its_log_probs_and_the_factors_come_back_
 def test_a_checkpoint_that_is_being_stored_has_the_policy_and_not_its_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    folder = save_with_adapter(qwen, str(tmp_path / "policy"))
-    trainer = make_trainer(folder, **settings)
+    folder = adapters.save_with_adapter(training.policies.qwen, str(tmp_path / "policy"))
+    trainer = adapters.make_trainer(folder, **settings)
     trainer.step(BATCHES[0])
-    masters = masters_of(trainer)
+    masters = adapters.masters_of(trainer)
     may_write = threading.Event()
     checkpoint = str(tmp_path / "checkpoint")
     wait = trainer.await_checkpoint
@@ -284,14 +280,14 @@ def test_a_checkpoint_that_is_being_stored_has_the_policy_and_not_its_reference(
         wait()
 
     def late(file: files.HashedFile, data: bytes | memoryview) -> int:
-        may_write.wait(patience())
+        may_write.wait(waits.patience())
         return write(file, data)
 
     @contextmanager
     def stand_in_while_it_is_stored(model: TorchModel, weights: Any) -> Iterator[None]:
         with stand_in(model, weights):
             may_write.set()
-            wait_until(lambda: has_checkpoint(checkpoint), "the checkpoint")
+            waits.wait_until(lambda: has_checkpoint(checkpoint), "the checkpoint")
             yield
 
     monkeypatch.setattr(files.HashedFile, "write", late)

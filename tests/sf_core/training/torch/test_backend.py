@@ -10,10 +10,9 @@ from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.testing import TrainerTests
 from sf_core.training.torch.backend import TorchBackend
 from storage.run_directory import RunDirectory
+from tests.bench import training
 from tests.bench.runs import configure
 from tests.bench.trained_runs import start
-from tests.bench.training.batches import grouped_rows, make_batch
-from tests.bench.training.pictures import seeing_batch
 
 
 class TestContract(TrainerTests):
@@ -51,5 +50,9 @@ class TestContract(TrainerTests):
         if self.sees:
             rows = [[([3, name, 2], 4), ([1, "2", 1], 3)] for name in "0104"]
             places = self.directory.start_dir, self.directory.media_dir
-            return seeing_batch(*places, rows, group_size=4, version=iteration, seed=iteration)
-        return make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, version=iteration, seed=iteration)
+            return training.pictures.seeing_batch(
+                *places, rows, group_size=4, version=iteration, seed=iteration
+            )
+        return training.batches.make_batch(
+            training.batches.grouped_rows(4, 4), logprob=-4.0, group_size=4, version=iteration, seed=iteration
+        )

@@ -24,11 +24,9 @@ from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import has_checkpoint
 from storage.tensors.weights import load_weights
 from storage.unfinished import list_unfinished
+from tests import bench
 from tests.bench.ages import age
 from tests.bench.runs import copy_run
-from tests.bench.trained_runs import BATCHES
-from tests.bench.training.gang import Member, Try
-from tests.patience import patience
 
 
 @pytest.fixture
@@ -94,10 +92,13 @@ def arrays(trainer: ModelTrainer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("at", [("write", 0), ("write", 1), ("write", 20), ("file", 0), ("file", 1)])
 def test_a_kill_at_every_step_of_a_save_leaves_the_checkpoint_before(
-    copied_run: RunDirectory, make_members: Callable[[int], list[Member]], at: Moment
+    copied_run: RunDirectory, make_members: Callable[[int], list[bench.training.gang.Member]], at: Moment
 ) -> None:
     (member,) = make_members(1)
-    member.sit(Try(copied_run.uri, (member.worker,)), partial(save, copied_run.uri, dies=0, at=at))
+    member.sit(
+        bench.training.gang.Try(copied_run.uri, (member.worker,)),
+        partial(save, copied_run.uri, dies=0, at=at),
+    )
     member.await_death()
     age(copied_run.uri)
     assert not has_checkpoint(copied_run.checkpoint_dir(3)) and list_unfinished(copied_run.uri)
@@ -107,10 +108,13 @@ def test_a_kill_at_every_step_of_a_save_leaves_the_checkpoint_before(
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("at", [("write", 0), ("write", 5), ("file", 0), ("file", 1)])
 def test_a_kill_of_one_rank_at_every_step_of_a_save_leaves_the_checkpoint_before(
-    copied_run: RunDirectory, make_members: Callable[[int], list[Member]], dies: int, at: Moment
+    copied_run: RunDirectory,
+    make_members: Callable[[int], list[bench.training.gang.Member]],
+    dies: int,
+    at: Moment,
 ) -> None:
     gang = make_members(2)
-    one = Try(copied_run.uri, tuple(member.worker for member in gang))
+    one = bench.training.gang.Try(copied_run.uri, tuple(member.worker for member in gang))
     for member in gang:
         member.sit(one, partial(save, copied_run.uri, dies=dies, at=at))
     gang[dies].await_death()
@@ -122,12 +126,17 @@ def test_a_kill_of_one_rank_at_every_step_of_a_save_leaves_the_checkpoint_before
 
 @pytest.mark.parametrize(("written_by", "read_by"), [(1, 2), (2, 1), (2, 2), (3, 2)])
 def test_other_ranks_go_on_from_what_some_have_stored(
-    copied_run: RunDirectory, make_members: Callable[[int], list[Member]], written_by: int, read_by: int
+    copied_run: RunDirectory,
+    make_members: Callable[[int], list[bench.training.gang.Member]],
+    written_by: int,
+    read_by: int,
 ) -> None:
     gang = make_members(max(written_by, read_by))
     found = []
     for iteration, (size, work) in enumerate(((written_by, save), (read_by, load))):
-        one = Try(copied_run.uri, tuple(member.worker for member in gang[:size]), iteration=iteration)
+        one = bench.training.gang.Try(
+            copied_run.uri, tuple(member.worker for member in gang[:size]), iteration=iteration
+        )
         for member in gang[:size]:
             member.sit(one, partial(work, copied_run.uri))
         found += [member.report() for member in gang[:size]]
@@ -149,7 +158,7 @@ def test_a_checkpoint_is_of_the_version_that_was_held_when_it_was_begun(
         wait()
 
     def late(file: files.HashedFile, data: bytes | memoryview) -> int:
-        may_write.wait(patience())
+        may_write.wait(bench.waits.patience())
         return write(file, data)
 
     monkeypatch.setattr(files.HashedFile, "write", late)
@@ -157,7 +166,7 @@ def test_a_checkpoint_is_of_the_version_that_was_held_when_it_was_begun(
     assert not has_checkpoint(copied_run.checkpoint_dir(3))
     # nothing was copied: the step's update waits until it is stored
     monkeypatch.setattr(trainer, "await_checkpoint", wait_in_the_step)
-    trainer.step(BATCHES[0])
+    trainer.step(bench.trained_runs.BATCHES[0])
     assert may_write.is_set() and has_checkpoint(copied_run.checkpoint_dir(3))
     # with nothing to replay from
     files.remove_folder(copied_run.path("batches"))

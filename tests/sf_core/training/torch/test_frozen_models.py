@@ -23,12 +23,10 @@ from sf_core.training.torch.teaching import FrozenModels, Name
 from sf_core.training.torch.torch_model import FrozenModel, TorchModel
 from sf_core.training.torch.trained_model import HeldModel, TrainedModel
 from storage.run_directory import RunDirectory
+from tests.bench import trained_runs, training
 from tests.bench.runs import configure
-from tests.bench.trained_runs import BATCHES, start, train_run
-from tests.bench.training.adapters import adapter_of, save_with_adapter
-from tests.bench.training.policies import llama, neox, qwen
 
-(MICROBATCH,) = pack(read_rows(BATCHES[0]), Packing(1 << 20))
+(MICROBATCH,) = pack(read_rows(trained_runs.BATCHES[0]), Packing(1 << 20))
 
 
 def scores_of(model: HeldModel) -> tuple[torch.Tensor, ...]:
@@ -44,12 +42,14 @@ def scores_of(model: HeldModel) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("has_adapter", [False, True], ids=["whole", "adapter"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("make", [llama, neox], ids=["lean", "transformers"])
+@pytest.mark.parametrize(
+    "make", [training.policies.llama, training.policies.neox], ids=["lean", "transformers"]
+)
 def test_it_says_what_the_trained_model_does_bit_for_bit(
     tmp_path: Path, make: Any, dtype: DtypeName, has_adapter: bool
 ) -> None:
-    folder = save_with_adapter(make, str(tmp_path))
-    adapter = adapter_of(folder) if has_adapter else None
+    folder = training.adapters.save_with_adapter(make, str(tmp_path))
+    adapter = training.adapters.adapter_of(folder) if has_adapter else None
     trained = TorchModel(folder, SingleRank(), dtype=dtype, adapter=adapter)
     frozen = FrozenModel(folder, SingleRank(), dtype=dtype, adapter=adapter)
     for one, other in zip(scores_of(frozen), scores_of(trained), strict=True):
@@ -58,7 +58,7 @@ def test_it_says_what_the_trained_model_does_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_has_the_dtype_of_its_folder_and_every_weight_once(tmp_path: Path, dtype: DtypeName) -> None:
-    model = qwen(vocab_size=4096, hidden_size=128).to(getattr(torch, dtype))
+    model = training.policies.qwen(vocab_size=4096, hidden_size=128).to(getattr(torch, dtype))
     model.save_pretrained(tmp_path)
     size = sum(parameter.numel() for parameter in model.parameters())
     frozen = FrozenModel(str(tmp_path), SingleRank(), dtype="auto")
@@ -154,7 +154,7 @@ def taught(tmp_path: Path) -> Callable[..., OpenRun]:
 
     def begin(**train: Any) -> OpenRun:
         run = RunDirectory(str(tmp_path / f"run-{len(list(tmp_path.iterdir()))}"))
-        start(run, configure(run, train=train))
+        trained_runs.start(run, configure(run, train=train))
         return OpenRun(RunRef(run.run_id, run.uri, dataplane_url="", attempt=0))
 
     return begin
@@ -162,7 +162,7 @@ def taught(tmp_path: Path) -> Callable[..., OpenRun]:
 
 def step(backend: TorchBackend, run: OpenRun, version: int) -> tuple[dict[str, float], str]:
     with backend.trainer_at(run, version, SingleRank()) as trainer:
-        return trainer.step(BATCHES[version]), trainer.teacher_digest
+        return trainer.step(trained_runs.BATCHES[version]), trainer.teacher_digest
 
 
 @pytest.mark.parametrize("divergence", ["reverse", "sampled"])
@@ -199,7 +199,9 @@ def test_with_an_adapter_the_start_takes_no_second_network(taught: Callable[...,
 def test_a_teacher_of_an_adapter_run_is_its_start_with_the_adapter(
     taught: Callable[..., OpenRun], tmp_path: Path
 ) -> None:
-    adapted = train_run(tmp_path / "adapted", {"iterations": 4, "lora": {"rank": 4}}, BATCHES)
+    adapted = trained_runs.train_run(
+        tmp_path / "adapted", {"iterations": 4, "lora": {"rank": 4}}, trained_runs.BATCHES
+    )
     teacher = find_teacher(f"{adapted.uri}@3")
     backend = CountingBackend()
     step(backend, taught(advantage="none", teacher={"model": f"{adapted.uri}@3"}), 0)
@@ -213,7 +215,7 @@ def test_another_model_than_the_one_that_taught_is_refused(trained_run: RunDirec
     folder = str(tmp_path / "teacher")
     shutil.copytree(trained_run.start_dir, folder)
     settings = {"iterations": 4, "checkpoint_every": 4, "teacher": {"model": folder}}
-    run = train_run(tmp_path, settings, BATCHES)
+    run = trained_runs.train_run(tmp_path, settings, trained_runs.BATCHES)
     manifest = run.read_manifest(0, "train")
     assert manifest is not None and manifest.data["teacher"] == find_teacher(folder).digest()
     opened = OpenRun(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
@@ -254,4 +256,4 @@ def test_what_another_rank_finds_ends_the_step_on_all(
     backend = CountingBackend()
     trainer = backend.rebuild_trainer(run, 0, OtherRanks(other), "cpu")
     with pytest.raises(ValueError, match=sentence):
-        trainer.step(BATCHES[0])
+        trainer.step(trained_runs.BATCHES[0])

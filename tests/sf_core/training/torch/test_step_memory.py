@@ -17,10 +17,9 @@ from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trained_model import AdamSettings
+from tests.bench import training
 from tests.bench.engines.model_folders import write_tokenizer
-from tests.bench.training.adapters import adapter_of, draw_adapter
-from tests.bench.training.batches import grouped_rows, make_batch
-from tests.memory import Memory
+from tests.bench.memory import Memory
 
 SETTINGS = AdamSettings(learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
 WITHIN = 0.03
@@ -47,7 +46,11 @@ class Phases:
 
 def step(model: TorchModel) -> Phases:
     """The second step of the model: Adam's moments exist."""
-    rows = read_rows(make_batch(grouped_rows(num_groups=2, group_size=1, prompt=2, sampled=2)))
+    rows = read_rows(
+        training.batches.make_batch(
+            training.batches.grouped_rows(num_groups=2, group_size=1, prompt=2, sampled=2)
+        )
+    )
     # activations take next to nothing
     microbatches = list(pack(rows, Packing(4)))
     assert len(microbatches) == 2
@@ -123,8 +126,8 @@ def test_bytes_of_a_step_of_an_adapter_are_those_that_the_plan_says(
     tmp_path: Path, dtype: Any, itemsize: int, is_tied: bool
 ) -> None:
     folder = save_model(tmp_path, is_tied=is_tied)
-    draw_adapter(adapter_of(folder), folder, rank=RANK)
-    model = TorchModel(folder, SingleRank(), dtype=dtype, adapter=adapter_of(folder))
+    training.adapters.draw_adapter(training.adapters.adapter_of(folder), folder, rank=RANK)
+    model = TorchModel(folder, SingleRank(), dtype=dtype, adapter=training.adapters.adapter_of(folder))
     sizes = sizes_of(folder, dtype, lora={"rank": RANK})
     phases = step(model)
     assert sizes.adapter is not None

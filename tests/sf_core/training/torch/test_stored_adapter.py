@@ -26,21 +26,17 @@ from sf_core.training.torch.ranks import SingleRank
 from storage import files
 from storage.tensors.checkpoints import PARTS, remove_checkpoint
 from storage.tensors.weights import load_weights, open_weights, remove_weights
+from tests.bench import closeness, training
 from tests.bench.trained_runs import train_run
-from tests.bench.training.adapters import (
-    adapter_of,
-    make_trainer,
-    masters_of,
-    save_with_adapter,
-)
-from tests.bench.training.batches import grouped_rows, make_batch
-from tests.bench.training.policies import llama, neox, qwen
-from tests.closeness import FORWARD, assert_rounded
-from tests.sf_core.training.model_contract import expected_logprobs
 
-ARCHITECTURES = pytest.mark.parametrize("make", [qwen, neox], ids=["lean", "transformers"])
+ARCHITECTURES = pytest.mark.parametrize(
+    "make", [training.policies.qwen, training.policies.neox], ids=["lean", "transformers"]
+)
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-BATCHES = [make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, seed=seed) for seed in range(3)]
+BATCHES = [
+    training.batches.make_batch(training.batches.grouped_rows(4, 4), logprob=-4.0, group_size=4, seed=seed)
+    for seed in range(3)
+]
 
 
 @DTYPES
@@ -48,11 +44,11 @@ BATCHES = [make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, seed=seed)
 def test_peft_loads_what_is_published_and_computes_what_the_trainer_does(
     tmp_path: Path, make: Any, dtype: DtypeName
 ) -> None:
-    folder = save_with_adapter(make, str(tmp_path / "policy"))
+    folder = training.adapters.save_with_adapter(make, str(tmp_path / "policy"))
     published = str(tmp_path / "v1")
-    trainer = make_trainer(folder, dtype)
+    trainer = training.adapters.make_trainer(folder, dtype)
     trainer.step(BATCHES[0])
-    refs = trainer.save_weights(published, adapter_of(folder))
+    refs = trainer.save_weights(published, training.adapters.adapter_of(folder))
     assert [Path(ref.uri).name for ref in refs] == ["adapter_model.safetensors", "adapter_config.json"]
     stored = load_weights(published)
     assert {tensor.dtype for tensor in stored.values()} == {getattr(torch, dtype)}
@@ -71,35 +67,39 @@ def test_peft_loads_what_is_published_and_computes_what_the_trainer_does(
 
     trainer.model.forward([microbatch], note)
     with torch.no_grad():
-        wanted = expected_logprobs(peft, BATCHES[1])
+        wanted = training.model_contract.expected_logprobs(peft, BATCHES[1])
     if dtype == "float32":
-        assert_rounded(found, wanted, FORWARD)
+        closeness.assert_rounded(found, wanted, closeness.FORWARD)
     else:
         np.testing.assert_allclose(found, wanted, atol=0.05)
 
 
 def test_a_checkpoint_has_factors_alone_and_names_their_base(tmp_path: Path) -> None:
-    folder = save_with_adapter(llama, str(tmp_path / "policy"), ("q_proj", "up_proj"))
-    trainer = make_trainer(folder)
+    folder = training.adapters.save_with_adapter(
+        training.policies.llama, str(tmp_path / "policy"), ("q_proj", "up_proj")
+    )
+    trainer = training.adapters.make_trainer(folder)
     trainer.step(BATCHES[0])
     checkpoint = tmp_path / "checkpoint"
     trainer.save_checkpoint(str(checkpoint))
     trainer.await_checkpoint()
     names = load_file(checkpoint / "shard-1-of-1.safetensors").keys()
-    assert names == {f"{part}/{name}" for part in PARTS for name in load_weights(adapter_of(folder))}
+    assert names == {
+        f"{part}/{name}" for part in PARTS for name in load_weights(training.adapters.adapter_of(folder))
+    }
     assert json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["base"] == "a digest"
 
 
 def test_a_checkpoint_for_another_base_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    folder = save_with_adapter(qwen, str(tmp_path / "policy"))
+    folder = training.adapters.save_with_adapter(training.policies.qwen, str(tmp_path / "policy"))
     checkpoint = str(tmp_path / "checkpoint")
-    trainer = make_trainer(folder)
+    trainer = training.adapters.make_trainer(folder)
     trainer.step(BATCHES[0])
     trainer.save_checkpoint(checkpoint)
     trainer.await_checkpoint()
-    other = make_trainer(folder)
+    other = training.adapters.make_trainer(folder)
     other._base = "another digest"
-    before = masters_of(other)
+    before = training.adapters.masters_of(other)
     with pytest.raises(ValueError) as refused:
         other.load_checkpoint(checkpoint)
     assert (
@@ -107,7 +107,9 @@ def test_a_checkpoint_for_another_base_is_refused_and_changes_nothing(tmp_path: 
         == f"{checkpoint}: belongs to an adapter of other weights than the weights at the start of the run"
     )
     assert other.version == 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in masters_of(other).items())
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in training.adapters.masters_of(other).items()
+    )
 
 
 @pytest.mark.parametrize("changed", ["start/model.safetensors", "start/adapter/adapter_model.safetensors"])
@@ -164,11 +166,14 @@ def test_a_reference_that_is_gone_is_named(tmp_path: Path) -> None:
 def test_without_peft_only_what_the_lean_decoder_knows_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lean, other = (save_with_adapter(make, str(tmp_path / make.__name__)) for make in (qwen, neox))
+    lean, other = (
+        training.adapters.save_with_adapter(make, str(tmp_path / make.__name__))
+        for make in (training.policies.qwen, training.policies.neox)
+    )
     monkeypatch.setitem(sys.modules, "peft", None)
-    make_trainer(lean).step(BATCHES[0])
+    training.adapters.make_trainer(lean).step(BATCHES[0])
     with pytest.raises(ValueError) as refused:
-        make_trainer(other)
+        training.adapters.make_trainer(other)
     assert str(refused.value) == (
         "train.lora with a model of model_type gpt_neox needs the package peft, which this Python does not "
         "have: pip install 'seamlessflow[lora]'"

@@ -24,10 +24,8 @@ from sf_core.training.torch.trained_model import HeldModel, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import EXP_AVG, MASTER
 from storage.tensors.weights import load_weights
-from tests.bench.training.adapters import adapter_of, draw_adapter
-from tests.bench.training.batches import grouped_rows, make_batch
-from tests.bench.training.gang import Member, Try
-from tests.bench.training.policies import llama, neox, qwen
+from tests.bench import training
+from tests.bench.training import adapters, gang
 
 TEMPERATURE = 0.8
 
@@ -43,8 +41,10 @@ def drawn(seed: int = 0, *, teaches: bool = False) -> pa.Table:
     """Groups with shared prompts and weights, as the filter stores them; unless it `teaches`, with
     `train.advantage: none`."""
     random = np.random.default_rng(seed)
-    rows = grouped_rows(3, 4, prompt=4)
-    batch = make_batch(rows, logprob=-4.0, group_size=4, seed=seed, sampling=(TEMPERATURE, 1.0, 0))
+    rows = training.batches.grouped_rows(3, 4, prompt=4)
+    batch = training.batches.make_batch(
+        rows, logprob=-4.0, group_size=4, seed=seed, sampling=(TEMPERATURE, 1.0, 0)
+    )
     columns = {"weights": [random.choice([0.5, 1.0, 2.0], len(ids)).tolist() for ids, _ in rows]}
     if not teaches:
         columns["advantages"] = [[0.0] * len(ids) for ids, _ in rows]
@@ -60,15 +60,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Models by name: policies of two architectures, and a teacher of another width and vocabulary."""
     root = tmp_path_factory.mktemp("models")
     makes: dict[str, Any] = {
-        "lean": llama,
-        "transformers": neox,
-        "teacher": partial(qwen, hidden_size=48, vocab_size=80),
+        "lean": training.policies.llama,
+        "transformers": training.policies.neox,
+        "teacher": partial(training.policies.qwen, hidden_size=48, vocab_size=80),
     }
     for seed, (name, make) in enumerate(makes.items()):
         torch.manual_seed(seed)
         make().save_pretrained(root / name)
-    draw_adapter(adapter_of(str(root / "lean")), str(root / "lean"))
-    draw_adapter(adapter_of(str(root / "teacher")), str(root / "lean"), seed=1)
+    adapters.draw_adapter(adapters.adapter_of(str(root / "lean")), str(root / "lean"))
+    adapters.draw_adapter(adapters.adapter_of(str(root / "teacher")), str(root / "lean"), seed=1)
     return {name: str(root / name) for name in makes}
 
 
@@ -87,14 +87,14 @@ def make_trainer(
     def load(name: Name, trained: TrainedModel) -> tuple[HeldModel, str]:
         if stands_in:
             assert isinstance(trained, TorchModel)
-            return StandIn(trained, load_weights(adapter_of(teacher))), ""
+            return StandIn(trained, load_weights(adapters.adapter_of(teacher))), ""
         return FrozenModel(str(name), ranks, dtype=dtype), "a digest"
 
     # with so little memory of the past and no bound, the first moment is the gradient
     plain = {"betas": (0.0, 0.95), "max_grad_norm": 1e9, "loss": {"policy": "plain"}, "advantage": "none"}
     given = {"teacher": {"model": teacher, **said}, "learning_rate": 1e-2}
     return ModelTrainer(
-        partial(TorchModel, policy, dtype=dtype, adapter=adapter_of(policy) if stands_in else None),
+        partial(TorchModel, policy, dtype=dtype, adapter=adapters.adapter_of(policy) if stands_in else None),
         TrainConfig.model_validate(plain | given | settings),
         seed=0,
         ranks=ranks,
@@ -169,8 +169,8 @@ def test_the_gradient_is_that_of_the_definition(folders: dict[str, str]) -> None
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[list[Member]]:
-    members = [Member(f"t{i}") for i in range(2)]
+def two_ranks() -> Iterator[list[gang.Member]]:
+    members = [gang.Member(f"t{i}") for i in range(2)]
     yield members
     for member in members:
         member.end()
@@ -178,7 +178,7 @@ def two_ranks() -> Iterator[list[Member]]:
 
 @pytest.mark.parametrize("policy", ["lean", "transformers", "adapter"])
 def test_packing_and_ranks_make_no_difference(
-    folders: dict[str, str], two_ranks: list[Member], tmp_path: Path, policy: str
+    folders: dict[str, str], two_ranks: list[gang.Member], tmp_path: Path, policy: str
 ) -> None:
     """Prefixes that rows share go through both networks once, or every row does alone, and some ranks have no
     row of a microbatch. Of an adapter, other factors teach."""
@@ -186,7 +186,7 @@ def test_packing_and_ranks_make_no_difference(
     pair = folders["lean" if stands_in else policy], folders["teacher"]
     wanted = learn(*pair, SingleRank(), stands_in=stands_in)
     alone = learn(*pair, SingleRank(), stands_in=stands_in, tokens_per_microbatch=64)
-    one = Try(str(tmp_path), ("t0", "t1"))
+    one = gang.Try(str(tmp_path), ("t0", "t1"))
     for member in two_ranks:
         member.sit(one, partial(learn, *pair, stands_in=stands_in, tokens_per_microbatch=64))
     of_two, *_ = [member.report(300.0) for member in two_ranks]
@@ -217,7 +217,7 @@ def test_factors_that_stand_in_teach_as_a_model_that_has_them(folders: dict[str,
     found = learn(folders["lean"], folders["teacher"], SingleRank(), stands_in=True)
     for name, said in SAID.items():
         trainer = make_trainer(folders["lean"], folders["teacher"], said, SingleRank(), stands_in=True)
-        other = FrozenModel(folders["lean"], SingleRank(), adapter=adapter_of(folders["teacher"]))
+        other = FrozenModel(folders["lean"], SingleRank(), adapter=adapters.adapter_of(folders["teacher"]))
         trainer._frozen = FrozenModels(lambda *_, other=other: (other, ""))
         trainer.step(drawn())
         gradients = read_parts(trainer, EXP_AVG, SingleRank())

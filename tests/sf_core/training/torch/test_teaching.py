@@ -23,8 +23,7 @@ from sf_core.training.torch.teaching import FrozenModels
 from sf_core.training.torch.torch_model import FrozenModel, TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import EXP_AVG
-from tests.bench.training.batches import grouped_rows, make_batch
-from tests.bench.training.gang import Member, Try
+from tests.bench.training import batches, gang
 
 TEMPERATURE = 0.8
 
@@ -64,8 +63,8 @@ def policy_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
 
 
 @pytest.fixture(scope="module")
-def three_ranks() -> Iterator[list[Member]]:
-    members = [Member(f"t{i}") for i in range(3)]
+def three_ranks() -> Iterator[list[gang.Member]]:
+    members = [gang.Member(f"t{i}") for i in range(3)]
     yield members
     for member in members:
         member.end()
@@ -77,9 +76,9 @@ def drawn() -> pa.Table:
     random = np.random.default_rng(3)
     rows = [
         (ids, [sampled and (i == len(ids) - 1 or random.random() < 0.8) for i, sampled in enumerate(mask)])
-        for ids, mask in grouped_rows(3, 4, prompt=4)
+        for ids, mask in batches.grouped_rows(3, 4, prompt=4)
     ]
-    batch = make_batch(rows, group_size=4, branches=2, sampling=(TEMPERATURE, 1.0, 0))
+    batch = batches.make_batch(rows, group_size=4, branches=2, sampling=(TEMPERATURE, 1.0, 0))
     columns = {
         "logprobs": [[float(random.uniform(-6, -4)) if s else None for s in mask] for _, mask in rows],
         "weights": [random.choice([0.5, 1.0, 2.0], len(ids)).tolist() for ids, _ in rows],
@@ -203,7 +202,7 @@ COMBINATIONS = {
 )
 def test_packing_and_ranks_make_no_difference(
     policy_and_reference: tuple[str, str],
-    three_ranks: list[Member],
+    three_ranks: list[gang.Member],
     tmp_path: Path,
     formulas: dict[str, dict[str, Any]],
 ) -> None:
@@ -214,7 +213,7 @@ def test_packing_and_ranks_make_no_difference(
             assert_close(found[name], wanted[name], 2e-6)
     for size in (2, 3):
         workers = tuple(member.worker for member in three_ranks[:size])
-        one = Try(str(tmp_path), workers, iteration=size)
+        one = gang.Try(str(tmp_path), workers, iteration=size)
         for member in three_ranks[:size]:
             member.sit(one, partial(gradients, *policy_and_reference, formulas, 64))
         found, *_ = [member.report(300.0) for member in three_ranks[:size]]
@@ -368,14 +367,14 @@ def test_with_values_of_zero_the_advantage_of_every_token_is_the_reward(
 
 
 def test_a_critic_goes_on_bit_for_bit_from_a_checkpoint_on_one_rank_and_on_two(
-    policy_and_reference: tuple[str, str], three_ranks: list[Member], tmp_path: Path
+    policy_and_reference: tuple[str, str], three_ranks: list[gang.Member], tmp_path: Path
 ) -> None:
     wanted = checkpointed(policy_and_reference[0], str(tmp_path / "one"), 2, SingleRank())
     assert any(name.startswith("master/critic.") for name in wanted)
     again = checkpointed(policy_and_reference[0], str(tmp_path / "one"), None, SingleRank())
     two = []
     for iteration, save in enumerate((2, None)):
-        one = Try(str(tmp_path), ("t0", "t1"), iteration=10 + iteration)
+        one = gang.Try(str(tmp_path), ("t0", "t1"), iteration=10 + iteration)
         for member in three_ranks[:2]:
             member.sit(one, partial(checkpointed, policy_and_reference[0], str(tmp_path / "two"), save))
         found, *_ = [member.report(120.0) for member in three_ranks[:2]]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.training.torch.torch_model import spread
-from tests.bench.training.policies import POLICIES, granite, phi
-from tests.sf_core.training.model_contract import FullModelTests
+from tests.bench.training import policies
+from tests.bench.training.model_contract import FullModelTests
 
 
 class TestContract(FullModelTests):
@@ -17,8 +17,12 @@ class TestContract(FullModelTests):
     @pytest.fixture(
         params=[
             # what differs in these is the head, which test_network.py covers
-            pytest.param(make, marks=[pytest.mark.nightly] * (make in (granite, phi)), id=make.__name__)
-            for make in POLICIES
+            pytest.param(
+                make,
+                marks=[pytest.mark.nightly] * (make in (policies.granite, policies.phi)),
+                id=make.__name__,
+            )
+            for make in policies.POLICIES
         ]
     )
     def policy(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:

@@ -11,11 +11,8 @@ from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START
 from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from tests.bench.dataplane.planes import CALC
+from tests.bench.dataplane.tools import ADD
 
-ADD = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}},
-}
 STOP = {"type": "function", "function": {"name": "stop"}}
 TOOLS = [CALC, ADD, STOP]
 CALLS = [ToolCall("calc", {"expression": "47 * 83"}), ToolCall("add", {"n": 12}), ToolCall("stop", {})]

@@ -8,35 +8,35 @@ import anthropic
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.bench.dataplane.planes import CALC, ServedPlane, answering, running_app, say, tool_call_text
-from tests.patience import patience
+from tests.bench.dataplane import planes
+from tests.bench.waits import patience
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOL: Any = {
     "name": "calc",
     "description": "Evaluates.",
-    "input_schema": CALC["function"]["parameters"],
+    "input_schema": planes.CALC["function"]["parameters"],
 }
 
 
-def client(plane: ServedPlane, session_id: str | None = None) -> anthropic.Anthropic:
+def client(plane: planes.ServedPlane, session_id: str | None = None) -> anthropic.Anthropic:
     base = plane.url if session_id is None else f"{plane.url}/sessions/{session_id}"
     return anthropic.Anthropic(
         base_url=base, api_key=plane.agent_key(session_id), max_retries=0, timeout=patience()
     )
 
 
-def ask(plane: ServedPlane, session_id: str | None = None, messages: Any = HI, **options: Any) -> Any:
+def ask(plane: planes.ServedPlane, session_id: str | None = None, messages: Any = HI, **options: Any) -> Any:
     arguments = {"model": "policy", "messages": messages, "max_tokens": 100} | options
     with client(plane, session_id) as agent:
         return agent.messages.create(**arguments)
 
 
-def test_text_streams_as_it_is_sampled(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_text_streams_as_it_is_sampled(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     """In several pieces; how many tokens one carries is a matter of the machine's load (decision 021)."""
     served_plane.register(max_tokens=400, context_length=1024)
     text = "hello naïve 数学 " * 12 + "end"
-    served_plane.connect(answering(renderer, text))
+    served_plane.connect(planes.answering(renderer, text))
     with (
         client(served_plane) as agent,
         agent.messages.stream(model="policy", messages=HI, max_tokens=400) as stream,
@@ -50,11 +50,11 @@ def test_text_streams_as_it_is_sampled(served_plane: ServedPlane, renderer: Rend
 
 
 def test_tool_calls_and_their_results_make_one_token_sequence(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(max_tokens=128)
-    text = "Sure. " + tool_call_text(expression="1+1") + "\n" + tool_call_text(expression="2+2")
-    served_plane.connect(answering(renderer, text, "2 and 4"))
+    text = "Sure. " + planes.tool_call_text(expression="1+1") + "\n" + planes.tool_call_text(expression="2+2")
+    served_plane.connect(planes.answering(renderer, text, "2 and 4"))
     [claim] = served_plane.claim()
     first = ask(served_plane, claim["session_id"], tools=[TOOL])
     assert [block.type for block in first.content] == ["text", "tool_use", "tool_use"]
@@ -68,24 +68,24 @@ def test_tool_calls_and_their_results_make_one_token_sequence(
     question = {"role": "user", "content": [*results, {"type": "text", "text": "well?"}]}
     second = ask(served_plane, claim["session_id"], [*HI, echo, question], tools=[TOOL])
     assert second.content[0].text == "2 and 4"
-    recorded = served_plane.asked[0].prompt_ids + say(renderer, text)
+    recorded = served_plane.asked[0].prompt_ids + planes.say(renderer, text)
     assert served_plane.asked[1].prompt_ids[: len(recorded)] == recorded
 
 
-def test_a_stop_sequence_is_named(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_a_stop_sequence_is_named(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "one two three four"))
+    served_plane.connect(planes.answering(renderer, "one two three four"))
     answer = ask(served_plane, stop_sequences=["zzz", "three"])
     assert (answer.content[0].text, answer.stop_reason) == ("one two ", "stop_sequence")
     assert answer.stop_sequence == "three"
 
 
 def test_one_call_only_where_parallel_ones_are_disabled(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(max_tokens=128)
-    text = tool_call_text(expression="1+1")
-    served_plane.connect(answering(renderer, f"{text}\n{text}"))
+    text = planes.tool_call_text(expression="1+1")
+    served_plane.connect(planes.answering(renderer, f"{text}\n{text}"))
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
     answer = ask(served_plane, tools=[TOOL], tool_choice=choice)
     assert [block.type for block in answer.content] == ["tool_use"]
@@ -93,10 +93,10 @@ def test_one_call_only_where_parallel_ones_are_disabled(
 
 
 def test_system_messages_may_stand_among_the_others_and_before_the_result_of_a_call(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(max_tokens=128)
-    served_plane.connect(answering(renderer, tool_call_text(expression="1+1"), "2"))
+    served_plane.connect(planes.answering(renderer, planes.tool_call_text(expression="1+1"), "2"))
     [claim] = served_plane.claim()
     reminder: Any = {"role": "system", "content": [{"type": "text", "text": "be brief"}]}
     first = ask(served_plane, claim["session_id"], messages=[*HI, reminder], tools=[TOOL])
@@ -114,10 +114,10 @@ def test_system_messages_may_stand_among_the_others_and_before_the_result_of_a_c
 
 @pytest.mark.parametrize(("normalised", "reasons"), [(True, [None, None]), (False, [None, "edited_history"])])
 def test_a_line_that_changes_with_every_request_begins_no_branch_unless_it_is_to_stay(
-    served_plane: ServedPlane, renderer: Renderer, normalised: bool, reasons: list[str | None]
+    served_plane: planes.ServedPlane, renderer: Renderer, normalised: bool, reasons: list[str | None]
 ) -> None:
     served_plane.register(**({} if normalised else {"normalised": []}))
-    served_plane.connect(answering(renderer, "yes"))
+    served_plane.connect(planes.answering(renderer, "yes"))
     [claim] = served_plane.claim()
     messages = list(HI)
     for number in range(2):
@@ -131,7 +131,7 @@ def test_a_line_that_changes_with_every_request_begins_no_branch_unless_it_is_to
     assert held == (not normalised)
 
 
-def test_tokens_are_counted_without_a_turn(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_tokens_are_counted_without_a_turn(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     served_plane.register()
     [claim] = served_plane.claim()
     with client(served_plane, claim["session_id"]) as agent:
@@ -154,7 +154,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str]] =
 ]
 
 
-def test_bad_requests_raise_what_the_client_has_for_them(served_plane: ServedPlane) -> None:
+def test_bad_requests_raise_what_the_client_has_for_them(served_plane: planes.ServedPlane) -> None:
     served_plane.register()
     for change, kind, sentence in BAD_REQUESTS:
         with pytest.raises(kind, match=sentence) as refused:
@@ -163,7 +163,7 @@ def test_bad_requests_raise_what_the_client_has_for_them(served_plane: ServedPla
 
 
 def test_the_key_may_come_in_either_header() -> None:
-    with running_app(key="secret") as url:
+    with planes.running_app(key="secret") as url:
         for options in ({"api_key": "secret"}, {"auth_token": "secret"}):
             with anthropic.Anthropic(base_url=url, **options) as agent:
                 assert agent.models.list().data == []

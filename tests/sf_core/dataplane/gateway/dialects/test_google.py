@@ -10,13 +10,15 @@ from google import genai
 from google.genai import errors, types
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.bench.dataplane.planes import ServedPlane, answering, running_app, say, tool_call_text
+from tests.bench.dataplane import planes
 
 HI: Any = {"role": "user", "parts": [{"text": "hi"}]}
 EXPRESSION = {"type": "OBJECT", "properties": {"expression": {"type": "STRING"}}}
 CALC: Any = {"name": "calc", "description": "Evaluates.", "parameters": EXPRESSION}
 CALC_TOOL: Any = {"function_declarations": [CALC]}
-TWO_CALLS = "Sure. " + tool_call_text(expression="1+1") + "\n" + tool_call_text(expression="2+2")
+TWO_CALLS = (
+    "Sure. " + planes.tool_call_text(expression="1+1") + "\n" + planes.tool_call_text(expression="2+2")
+)
 HOW = pytest.mark.parametrize("how", ["whole", "stream"])
 
 
@@ -25,16 +27,16 @@ def client(url: str, key: str = "none", **options: Any) -> genai.Client:
     return genai.Client(api_key=key, vertexai=False, http_options=http)
 
 
-def opened(plane: ServedPlane) -> str:
+def opened(plane: planes.ServedPlane) -> str:
     """URL of a new session, as its agent gives it to the client."""
     return str(plane.client.post("/sessions", {"run_id": "run"})["base_url"]).removesuffix("/v1")
 
 
-def tree(plane: ServedPlane, url: str) -> dict[str, Any]:
+def tree(plane: planes.ServedPlane, url: str) -> dict[str, Any]:
     return plane.get(f"/sessions/{url.rpartition('/')[2]}")
 
 
-def is_one_row(plane: ServedPlane, url: str) -> bool:
+def is_one_row(plane: planes.ServedPlane, url: str) -> bool:
     shown = tree(plane, url)
     parents = [prompt["parent_turn"] for prompt in shown["prompts"]]
     return parents == [None, *range(len(shown["turns"]) - 1)] and not shown["branch_reasons"]
@@ -61,25 +63,25 @@ def text_of(chunks: list[Any]) -> str:
     return "".join(part.text or "" for content in contents_of(chunks) for part in content.parts)
 
 
-def test_text_streams_as_it_is_sampled(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_text_streams_as_it_is_sampled(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     """In several pieces; how many tokens one carries is a matter of the machine's load (decision 021)."""
     served_plane.register(max_tokens=400, context_length=1024)
     text = "hello naïve 数学 " * 12 + "end"
-    served_plane.connect(answering(renderer, text))
+    served_plane.connect(planes.answering(renderer, text))
     chunks = ask(served_plane.url, "stream")
     assert len(chunks) > 4 and text_of(chunks) == text
     assert chunks[-1].candidates[0].finish_reason == types.FinishReason.STOP
-    assert chunks[-1].usage_metadata.candidates_token_count == len(say(renderer, text))
+    assert chunks[-1].usage_metadata.candidates_token_count == len(planes.say(renderer, text))
 
 
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_tool_calls_and_their_results_make_one_token_sequence(
-    served_plane: ServedPlane, renderer: Renderer, with_ids: bool
+    served_plane: planes.ServedPlane, renderer: Renderer, with_ids: bool
 ) -> None:
     """`with_ids`: whether the client sends ids of calls and results; some do not. Of a stream it sends back
     several contents in a row."""
     served_plane.register(max_tokens=128)
-    served_plane.connect(answering(renderer, TWO_CALLS, "2 and 4"))
+    served_plane.connect(planes.answering(renderer, TWO_CALLS, "2 and 4"))
     url = opened(served_plane)
     first = ask(url, "stream", HI, tools=[CALC_TOOL])
     calls = calls_of(first)
@@ -94,7 +96,7 @@ def test_tool_calls_and_their_results_make_one_token_sequence(
     result = types.Content(role="tool", parts=[types.Part(function_response=one) for one in results])
     second = ask(url, contents=[HI, *echo, result], tools=[CALC_TOOL])
     assert text_of(second) == "2 and 4"
-    recorded = served_plane.asked[0].prompt_ids + say(renderer, TWO_CALLS)
+    recorded = served_plane.asked[0].prompt_ids + planes.say(renderer, TWO_CALLS)
     assert served_plane.asked[1].prompt_ids[: len(recorded)] == recorded
     assert is_one_row(served_plane, url)
     said = [message["content"] for message in tree(served_plane, url)["prompts"][1]["messages"]]
@@ -107,10 +109,10 @@ def calc(expression: str) -> int:
 
 
 def test_a_chat_that_calls_functions_by_itself_is_one_token_sequence(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(max_tokens=128)
-    served_plane.connect(answering(renderer, TWO_CALLS, "", "2 and 4", "You are welcome."))
+    served_plane.connect(planes.answering(renderer, TWO_CALLS, "", "2 and 4", "You are welcome."))
     url = opened(served_plane)
     with client(url) as agent:
         chat = agent.chats.create(model="policy", config={"tools": [calc], "system_instruction": "be brief"})
@@ -124,10 +126,10 @@ def test_a_chat_that_calls_functions_by_itself_is_one_token_sequence(
 
 
 def test_of_the_allowed_functions_the_model_is_shown_those_alone(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "yes"))
+    served_plane.connect(planes.answering(renderer, "yes"))
     tools = [{"function_declarations": [CALC | {"name": name} for name in ("add", "sub", "mul")]}]
     for mode in ("VALIDATED", "AUTO"):
         config = {"function_calling_config": {"mode": mode, "allowed_function_names": ["add", "mul"]}}
@@ -137,20 +139,20 @@ def test_of_the_allowed_functions_the_model_is_shown_those_alone(
 
 
 def test_types_of_a_google_schema_are_told_as_those_of_a_json_schema(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "yes"))
+    served_plane.connect(planes.answering(renderer, "yes"))
     ask(served_plane.url, tools=[CALC_TOOL])
     shown = renderer.decode(list(served_plane.asked[0].prompt_ids))
     assert '"object"' in shown and '"string"' in shown and "OBJECT" not in shown
 
 
 def test_tools_of_the_provider_are_left_out_and_counted(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "yes"))
+    served_plane.connect(planes.answering(renderer, "yes"))
     ask(served_plane.url, tools=[{"google_search": {}}, {"url_context": {}, "code_execution": {}}])
     ask(served_plane.url)
     assert served_plane.asked[0].prompt_ids == served_plane.asked[1].prompt_ids
@@ -161,19 +163,21 @@ def test_tools_of_the_provider_are_left_out_and_counted(
 
 @HOW
 def test_a_stop_sequence_ends_the_answer_before_it(
-    served_plane: ServedPlane, renderer: Renderer, how: str
+    served_plane: planes.ServedPlane, renderer: Renderer, how: str
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "one two three four"))
+    served_plane.connect(planes.answering(renderer, "one two three four"))
     answer = ask(served_plane.url, how, stop_sequences=["zzz", "three"])
     assert text_of(answer) == "one two "
     assert answer[-1].candidates[0].finish_reason == types.FinishReason.STOP
 
 
 @HOW
-def test_candidates_are_turns_of_one_prompt(served_plane: ServedPlane, renderer: Renderer, how: str) -> None:
+def test_candidates_are_turns_of_one_prompt(
+    served_plane: planes.ServedPlane, renderer: Renderer, how: str
+) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "one", "two"))
+    served_plane.connect(planes.answering(renderer, "one", "two"))
     url = opened(served_plane)
     said = {0: "", 1: ""}
     for chunk in ask(url, how, candidate_count=2):
@@ -184,9 +188,11 @@ def test_candidates_are_turns_of_one_prompt(served_plane: ServedPlane, renderer:
     assert (len(shown["prompts"]), len(shown["turns"])) == (1, 2)
 
 
-def test_an_answer_is_rewarded_by_its_response_id(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_an_answer_is_rewarded_by_its_response_id(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "yes"))
+    served_plane.connect(planes.answering(renderer, "yes"))
     url = opened(served_plane)
     [answer] = ask(url)
     path = f"/sessions/{url.rpartition('/')[2]}"
@@ -194,7 +200,7 @@ def test_an_answer_is_rewarded_by_its_response_id(served_plane: ServedPlane, ren
     assert served_plane.get(path)["step_rewards"] == {answer.response_id: 0.5}
 
 
-def test_tokens_are_counted_without_a_turn(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_tokens_are_counted_without_a_turn(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     served_plane.register()
     url = opened(served_plane)
     expected = len(renderer.encode(renderer.render([{"role": "user", "content": "hi"}], [])))
@@ -207,10 +213,10 @@ def test_tokens_are_counted_without_a_turn(served_plane: ServedPlane, renderer: 
 
 
 def test_a_session_is_named_by_the_key_in_the_header_or_the_query(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "yes"))
+    served_plane.connect(planes.answering(renderer, "yes"))
     url = opened(served_plane)
     key = f"session:{url.rpartition('/')[2]}"
     with client(served_plane.url, key, api_version="v1") as agent:
@@ -223,7 +229,7 @@ def test_a_session_is_named_by_the_key_in_the_header_or_the_query(
     assert len(tree(served_plane, url)["turns"]) == 3
 
 
-def test_models_are_listed_in_the_shape_of_the_asker(served_plane: ServedPlane) -> None:
+def test_models_are_listed_in_the_shape_of_the_asker(served_plane: planes.ServedPlane) -> None:
     served_plane.register()
     for url in (served_plane.url, opened(served_plane)):
         with client(url) as agent:
@@ -257,7 +263,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str, str]] = [
 
 
 @HOW
-def test_bad_requests_raise_what_the_client_has_for_them(served_plane: ServedPlane, how: str) -> None:
+def test_bad_requests_raise_what_the_client_has_for_them(served_plane: planes.ServedPlane, how: str) -> None:
     served_plane.register()
     with client(served_plane.url) as agent:
         for change, code, status, sentence in BAD_REQUESTS:
@@ -273,7 +279,7 @@ def test_bad_requests_raise_what_the_client_has_for_them(served_plane: ServedPla
 
 @pytest.mark.parametrize("version", ["v1", "v1beta"])
 def test_what_is_no_request_is_refused_in_googles_shape_whatever_the_headers(
-    served_plane: ServedPlane, version: str
+    served_plane: planes.ServedPlane, version: str
 ) -> None:
     served_plane.register()
     for content, sentence in [("{", "not valid JSON"), ("[]", "must be a JSON object, got a list")]:
@@ -283,7 +289,7 @@ def test_what_is_no_request_is_refused_in_googles_shape_whatever_the_headers(
             assert set(response.json()["error"]) == {"code", "message", "status"}
 
 
-def test_a_session_that_is_over_is_told(served_plane: ServedPlane) -> None:
+def test_a_session_that_is_over_is_told(served_plane: planes.ServedPlane) -> None:
     served_plane.register()
     with pytest.raises(errors.ClientError, match="Session nobody is unknown or has ended") as refused:
         ask(f"{served_plane.url}/sessions/nobody")
@@ -291,7 +297,7 @@ def test_a_session_that_is_over_is_told(served_plane: ServedPlane) -> None:
 
 
 def test_the_key_may_come_in_the_header_or_the_query() -> None:
-    with running_app(key="secret") as url:
+    with planes.running_app(key="secret") as url:
         with client(url, "secret") as agent:
             assert list(agent.models.list()) == []
         for key in ("wrong", "secret-but-longer"):

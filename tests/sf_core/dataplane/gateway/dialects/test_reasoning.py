@@ -12,8 +12,8 @@ from google import genai
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.bench.dataplane.planes import CALC, ServedPlane, answering, say, tool_call_text
-from tests.patience import patience
+from tests.bench.dataplane import planes
+from tests.bench.waits import patience
 
 HI: Any = [{"role": "user", "content": "hi"}]
 MORE: Any = {"role": "user", "content": "and?"}
@@ -21,7 +21,7 @@ THOUGHT = "<think>\nhm, so\n</think>\n\nYes."
 
 
 @pytest.fixture
-def thinking(served_plane: ServedPlane, tmp_path: Path) -> ServedPlane:
+def thinking(served_plane: planes.ServedPlane, tmp_path: Path) -> planes.ServedPlane:
     """A policy whose template, as reasoning models' do, drops what was thought before the last question."""
     folder = tmp_path / "thinking"
     shutil.copytree(served_plane.model_dir, folder)
@@ -35,22 +35,22 @@ def thinking(served_plane: ServedPlane, tmp_path: Path) -> ServedPlane:
     return served_plane
 
 
-def v1(plane: ServedPlane, session_id: str) -> OpenAI:
+def v1(plane: planes.ServedPlane, session_id: str) -> OpenAI:
     url = f"{plane.url}/sessions/{session_id}/v1"
     return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience())
 
 
-def extends_the_first_turn(plane: ServedPlane, renderer: Renderer) -> bool:
-    recorded = plane.asked[0].prompt_ids + say(renderer, THOUGHT)
+def extends_the_first_turn(plane: planes.ServedPlane, renderer: Renderer) -> bool:
+    recorded = plane.asked[0].prompt_ids + planes.say(renderer, THOUGHT)
     return plane.asked[1].prompt_ids[: len(recorded)] == recorded
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("echoed", [False, True])
 def test_chat_has_reasoning_content(
-    thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
+    thinking: planes.ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
-    thinking.connect(answering(renderer, THOUGHT))
+    thinking.connect(planes.answering(renderer, THOUGHT))
     session_id = thinking.client.post("/sessions", {"run_id": "run"})["session_id"]
     with v1(thinking, session_id) as agent:
         if streamed:
@@ -76,9 +76,9 @@ def test_chat_has_reasoning_content(
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("echoed", [False, True])
 def test_responses_have_a_reasoning_item(
-    thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
+    thinking: planes.ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
-    thinking.connect(answering(renderer, THOUGHT))
+    thinking.connect(planes.answering(renderer, THOUGHT))
     session_id = thinking.client.post("/sessions", {"run_id": "run"})["session_id"]
     with v1(thinking, session_id) as agent:
         if streamed:
@@ -99,9 +99,9 @@ def test_responses_have_a_reasoning_item(
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("echoed", [False, True])
 def test_messages_have_a_thinking_block(
-    thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
+    thinking: planes.ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
-    thinking.connect(answering(renderer, THOUGHT))
+    thinking.connect(planes.answering(renderer, THOUGHT))
     session_id = thinking.client.post("/sessions", {"run_id": "run"})["session_id"]
     url = f"{thinking.url}/sessions/{session_id}"
     options: Any = {"model": "policy", "max_tokens": 100}
@@ -121,9 +121,9 @@ def test_messages_have_a_thinking_block(
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("echoed", [False, True])
 def test_contents_have_thought_parts(
-    thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
+    thinking: planes.ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
-    thinking.connect(answering(renderer, THOUGHT))
+    thinking.connect(planes.answering(renderer, THOUGHT))
     url = f"{thinking.url}/sessions/{thinking.client.post('/sessions', {'run_id': 'run'})['session_id']}"
     asked: Any = {"role": "user", "parts": [{"text": "hi"}]}
     with genai.Client(api_key="none", vertexai=False, http_options={"base_url": url}) as agent:
@@ -140,7 +140,7 @@ def test_contents_have_thought_parts(
 
 
 def test_a_forced_call_closes_the_reasoning_the_template_opens(
-    thinking: ServedPlane, renderer: Renderer
+    thinking: planes.ServedPlane, renderer: Renderer
 ) -> None:
     template = Path(thinking.model_dir) / "chat_template.jinja"
     template.write_text(
@@ -151,24 +151,30 @@ def test_a_forced_call_closes_the_reasoning_the_template_opens(
     opened = Renderer(thinking.model_dir)
     assert opened.opens_thinking
     rest = ' "calc", "arguments": {"expression": "1+1"}}\n</tool_call>'
-    thinking.connect(answering(renderer, rest, "hm\n</think>\n\nYes."), run_id="open")
+    thinking.connect(planes.answering(renderer, rest, "hm\n</think>\n\nYes."), run_id="open")
     session_id = thinking.client.post("/sessions", {"run_id": "open"})["session_id"]
     with v1(thinking, session_id) as agent:
         options: Any = {"model": "policy", "messages": HI}
-        [choice] = agent.chat.completions.create(**options, tools=[CALC], tool_choice="required").choices
+        [choice] = agent.chat.completions.create(
+            **options, tools=[planes.CALC], tool_choice="required"
+        ).choices
         assert choice.message.tool_calls[0].function.name == "calc"
         forced = '\n</think>\n\n<tool_call>\n{"name":'
-        expected = opened.encode(opened.render(HI, [CALC]) + forced).tolist()
+        expected = opened.encode(opened.render(HI, [planes.CALC]) + forced).tolist()
         assert thinking.asked[0].prompt_ids == expected
         [choice] = agent.chat.completions.create(**options).choices
         assert (choice.message.reasoning_content, choice.message.content) == ("hm", "Yes.")
     thinking.post("/runs/open/release")
 
 
-def test_reasoning_may_come_before_a_call(thinking: ServedPlane, renderer: Renderer) -> None:
-    thinking.connect(answering(renderer, "<think>\nhm\n</think>\n\n" + tool_call_text(expression="1+1")))
+def test_reasoning_may_come_before_a_call(thinking: planes.ServedPlane, renderer: Renderer) -> None:
+    thinking.connect(
+        planes.answering(renderer, "<think>\nhm\n</think>\n\n" + planes.tool_call_text(expression="1+1"))
+    )
     session_id = thinking.client.post("/sessions", {"run_id": "run"})["session_id"]
     with v1(thinking, session_id) as agent:
-        message = agent.chat.completions.create(model="policy", messages=HI, tools=[CALC]).choices[0].message
+        message = (
+            agent.chat.completions.create(model="policy", messages=HI, tools=[planes.CALC]).choices[0].message
+        )
     assert (message.reasoning_content, message.content) == ("hm", None)
     assert message.tool_calls[0].function.name == "calc"

@@ -18,27 +18,29 @@ from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.gateway.dialects.testing import read_events
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces
-from tests.bench.dataplane.planes import CALC, ServedPlane, answering, say, tool_call_text
-from tests.patience import patience
+from tests.bench.dataplane import planes
+from tests.bench.waits import patience
 
-TOOL: Any = {"type": "function", "strict": False, **CALC["function"]}
+TOOL: Any = {"type": "function", "strict": False, **planes.CALC["function"]}
 
 
-def client(plane: ServedPlane, session_id: str | None = None) -> OpenAI:
+def client(plane: planes.ServedPlane, session_id: str | None = None) -> OpenAI:
     base = plane.url if session_id is None else f"{plane.url}/sessions/{session_id}"
     return OpenAI(
         base_url=f"{base}/v1", api_key=plane.agent_key(session_id), max_retries=0, timeout=patience()
     )
 
 
-def ask(plane: ServedPlane, session_id: str | None = None, given: Any = "hi", **options: Any) -> Any:
+def ask(plane: planes.ServedPlane, session_id: str | None = None, given: Any = "hi", **options: Any) -> Any:
     with client(plane, session_id) as agent:
         return agent.responses.create(model="policy", input=given, **options)
 
 
-def test_the_event_stream_is_the_one_clients_expect(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_the_event_stream_is_the_one_clients_expect(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register(max_tokens=64)
-    served_plane.connect(answering(renderer, "Sure. " + tool_call_text(expression="1+1")))
+    served_plane.connect(planes.answering(renderer, "Sure. " + planes.tool_call_text(expression="1+1")))
     events: list[Any] = []
     served_plane.engines["r0"].steps_left = 3
     with client(served_plane) as agent:
@@ -70,11 +72,11 @@ def test_the_event_stream_is_the_one_clients_expect(served_plane: ServedPlane, r
 
 @pytest.mark.parametrize("named", ["response", "items", "copies"])
 def test_tool_calls_and_their_results_make_one_token_sequence(
-    served_plane: ServedPlane, renderer: Renderer, named: str
+    served_plane: planes.ServedPlane, renderer: Renderer, named: str
 ) -> None:
     served_plane.register(max_tokens=128)
-    text = "Sure. " + tool_call_text(expression="1+1") + tool_call_text(expression="2+2")
-    served_plane.connect(answering(renderer, text, "2 and 4"))
+    text = "Sure. " + planes.tool_call_text(expression="1+1") + planes.tool_call_text(expression="2+2")
+    served_plane.connect(planes.answering(renderer, text, "2 and 4"))
     [claim] = served_plane.claim()
     options = {"tools": [TOOL], "instructions": "be brief"}
     first = ask(served_plane, claim["session_id"], **options)
@@ -96,13 +98,13 @@ def test_tool_calls_and_their_results_make_one_token_sequence(
         given = [{"role": "user", "content": "hi"}, thought, *echo, *results]
     second = ask(served_plane, claim["session_id"], given, **options)
     assert second.output_text == "2 and 4"
-    recorded = served_plane.asked[0].prompt_ids + say(renderer, text)
+    recorded = served_plane.asked[0].prompt_ids + planes.say(renderer, text)
     assert served_plane.asked[1].prompt_ids[: len(recorded)] == recorded
 
 
-def test_instructions_do_not_carry_over(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_instructions_do_not_carry_over(served_plane: planes.ServedPlane, renderer: Renderer) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "yes"))
+    served_plane.connect(planes.answering(renderer, "yes"))
     [claim] = served_plane.claim()
     first = ask(served_plane, claim["session_id"], instructions="be brief")
     ask(served_plane, claim["session_id"], given="more", previous_response_id=first.id)
@@ -114,9 +116,11 @@ def test_instructions_do_not_carry_over(served_plane: ServedPlane, renderer: Ren
     assert served_plane.asked[1].prompt_ids == renderer.encode(renderer.render(messages, [])).tolist()
 
 
-def test_an_answer_cut_by_its_budget_is_incomplete(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_an_answer_cut_by_its_budget_is_incomplete(
+    served_plane: planes.ServedPlane, renderer: Renderer
+) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "the quick brown fox jumps"))
+    served_plane.connect(planes.answering(renderer, "the quick brown fox jumps"))
     whole = ask(served_plane, max_output_tokens=3)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert [item.status for item in whole.output] == ["incomplete"]
@@ -126,10 +130,10 @@ def test_an_answer_cut_by_its_budget_is_incomplete(served_plane: ServedPlane, re
 
 
 def test_tools_that_a_provider_would_run_are_left_out_and_counted(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "yes"))
+    served_plane.connect(planes.answering(renderer, "yes"))
     [claim] = served_plane.claim()
     tools = [{"type": "web_search"}, TOOL, {"type": "namespace", "name": "mcp", "tools": [TOOL]}]
     given = [{"type": "additional_tools", "tools": []}, {"role": "user", "content": "hi"}]
@@ -147,10 +151,10 @@ OTHER: Any = {**TOOL, "name": "other"}
 
 @pytest.mark.parametrize(("mode", "answer"), [("auto", "yes"), ("required", ' "calc", "arguments": {}}')])
 def test_of_allowed_tools_the_model_is_shown_no_others(
-    served_plane: ServedPlane, renderer: Renderer, mode: str, answer: str
+    served_plane: planes.ServedPlane, renderer: Renderer, mode: str, answer: str
 ) -> None:
     served_plane.register(max_tokens=64)
-    served_plane.connect(answering(renderer, answer))
+    served_plane.connect(planes.answering(renderer, answer))
     [claim] = served_plane.claim()
     allowed = {"mode": mode, "tools": [{"type": "function", "name": "calc"}]}
     choice: Any = {"type": "allowed_tools", **allowed}
@@ -196,7 +200,7 @@ def test_of_allowed_tools_the_model_is_shown_no_others(
     ],
 )
 def test_bad_requests_get_a_sentence(
-    served_plane: ServedPlane, change: dict[str, Any], status: int, sentence: str
+    served_plane: planes.ServedPlane, change: dict[str, Any], status: int, sentence: str
 ) -> None:
     served_plane.register()
     body = {"model": "policy", "input": "x"} | change
@@ -205,7 +209,7 @@ def test_bad_requests_get_a_sentence(
 
 
 def test_a_session_that_ends_ends_the_stream_with_an_error(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(max_tokens=2000)
     served_plane.connect(lambda prompt, seed: renderer.encode("the " * 1500).tolist())

@@ -25,15 +25,14 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.types import Chunk, FinishReason
-from tests.bench.dataplane.planes import CALC, tool_call_text
-from tests.bench.dataplane.specs import SPEC
-from tests.patience import patience
-from tests.properties import examples
+from tests.bench import dataplane
+from tests.bench.properties import examples
+from tests.bench.waits import patience
 
 Event = dict[str, Any]
 Said = dict[str, Any]
 
-FUNCTION = CALC["function"]
+FUNCTION = dataplane.planes.CALC["function"]
 HI = [{"role": "user", "content": "hi"}]
 STOP = "the lazy"
 GOOGLE = "/v1/models/policy:streamGenerateContent"
@@ -41,7 +40,7 @@ GOOGLE = "/v1/models/policy:streamGenerateContent"
 BODIES: dict[str, Event] = {
     "/v1/chat/completions": {
         "messages": HI,
-        "tools": [CALC],
+        "tools": [dataplane.planes.CALC],
         "logprobs": True,
         "stream_options": {"include_usage": True},
     },
@@ -150,7 +149,7 @@ READERS: dict[str, Callable[[list[Event]], Said]] = {
 def served_run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer) -> ServedRun:
     folder: Path = tmp_path_factory.mktemp("streams")
     changes = {"run_dir": str(folder), "model_dir": model_dir, "context_length": 4096}
-    state = RunState(RunSpec.model_validate(SPEC | changes), Memory())
+    state = RunState(RunSpec.model_validate(dataplane.specs.SPEC | changes), Memory())
     return ServedRun(state, renderer, Journal(folder / "run.journal"), 10.0)
 
 
@@ -207,7 +206,7 @@ TEXTS = [
     STOP,
     "the",
     "lazy",
-    tool_call_text(expression="4*8"),
+    dataplane.planes.tool_call_text(expression="4*8"),
     "<tool_call>",
 ]
 

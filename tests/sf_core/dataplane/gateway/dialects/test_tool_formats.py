@@ -12,25 +12,16 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.bench.dataplane.planes import CALC, ServedPlane, answering, say
-from tests.patience import patience
+from tests.bench.dataplane import planes
+from tests.bench.dataplane.tools import make_special
+from tests.bench.waits import patience
 
 HI: Any = [{"role": "user", "content": "hi"}]
 CALC_CHOICE: Any = {"type": "function", "function": {"name": "calc"}}
-MARKS = [
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "<|python_tag|>",
-    "<think>",
-    "</think>",
-    "<|x|>",
-]
 
 
 def serve_family(
-    plane: ServedPlane, folder: Path, tool_format: str = "", *, special: bool = False, more: str = ""
+    plane: planes.ServedPlane, folder: Path, tool_format: str = "", *, special: bool = False, more: str = ""
 ) -> Renderer:
     """Serve a policy whose folder names this format, with `more` in its template. `special`: the marks are
     special tokens."""
@@ -47,17 +38,6 @@ def serve_family(
     plane.model_dir = str(folder)
     plane.register(max_tokens=256)
     return Renderer(str(folder))
-
-
-def make_special(file: Path) -> None:
-    tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    added = [token for token in tokenizer["added_tokens"] if token["content"] not in MARKS]
-    ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    number = max(ids.values())
-    for mark in MARKS:
-        number += mark not in ids
-        added.append(added[0] | {"content": mark, "id": ids.get(mark, number), "special": True})
-    file.write_text(json.dumps(tokenizer | {"added_tokens": added}), encoding="utf-8")
 
 
 FAMILIES = [
@@ -95,16 +75,23 @@ FAMILIES = [
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize(("tool_format", "call", "forced_rest"), FAMILIES)
 def test_calls_free_and_forced_are_calls_and_extend_the_tokens(
-    served_plane: ServedPlane, tmp_path: Path, tool_format: str, call: str, forced_rest: str, special: bool
+    served_plane: planes.ServedPlane,
+    tmp_path: Path,
+    tool_format: str,
+    call: str,
+    forced_rest: str,
+    special: bool,
 ) -> None:
     renderer = serve_family(served_plane, tmp_path / "model", tool_format, special=special)
-    served_plane.connect(answering(renderer, call, forced_rest, "two"))
+    served_plane.connect(planes.answering(renderer, call, forced_rest, "two"))
     messages = list(HI)
     url = served_plane.client.post("/sessions", {"run_id": "run"})["base_url"]
     with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience()) as agent:
         options: Any
         for options in ({}, {"tool_choice": CALC_CHOICE}):
-            answer = agent.chat.completions.create(model="policy", messages=messages, tools=[CALC], **options)
+            answer = agent.chat.completions.create(
+                model="policy", messages=messages, tools=[planes.CALC], **options
+            )
             [made] = answer.choices[0].message.tool_calls
             assert (made.function.name, json.loads(made.function.arguments)) == (
                 "calc",
@@ -113,24 +100,24 @@ def test_calls_free_and_forced_are_calls_and_extend_the_tokens(
             assert not answer.choices[0].message.content
             messages.append(answer.choices[0].message.model_dump(exclude_none=True))
             messages.append({"role": "tool", "tool_call_id": made.id, "content": "2"})
-        agent.chat.completions.create(model="policy", messages=messages, tools=[CALC])
+        agent.chat.completions.create(model="policy", messages=messages, tools=[planes.CALC])
     for before, after, text in zip(
         served_plane.asked, served_plane.asked[1:], (call, forced_rest), strict=False
     ):
-        recorded = before.prompt_ids + say(renderer, text)
+        recorded = before.prompt_ids + planes.say(renderer, text)
         assert after.prompt_ids[: len(recorded)] == recorded
     assert served_plane.get("/runs/run")["counters"].get("unparsed_calls", 0) == 0
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_of_special_tokens_only_marks_are_read_and_none_is_shown(
-    served_plane: ServedPlane, tmp_path: Path, streamed: bool
+    served_plane: planes.ServedPlane, tmp_path: Path, streamed: bool
 ) -> None:
     renderer = serve_family(served_plane, tmp_path / "model", special=True, more="{{ '</think>' if false }}")
     call = '<tool_call>\n{"name": "calc", "arguments": {"expression": "1+1"}}\n</tool_call>'
     broken = "<tool_call>calc<|x|></tool_call>"
     said = ["<think>\nh<|x|>m\n</think>\n\nYes<|x|>." + call + broken, "<think>hm</think>" + call]
-    served_plane.connect(answering(renderer, *said))
+    served_plane.connect(planes.answering(renderer, *said))
     url = served_plane.client.post("/sessions", {"run_id": "run"})["base_url"]
 
     def ask(**options: Any) -> tuple[str, str, list[str]]:
@@ -143,13 +130,15 @@ def test_of_special_tokens_only_marks_are_read_and_none_is_shown(
             [made.function.arguments for part in parts for made in part.tool_calls or ()],
         )
 
-    assert ask(tools=[CALC]) == ("hm", "Yes.<tool_call>calc</tool_call>", ['{"expression":"1+1"}'])
+    assert ask(tools=[planes.CALC]) == ("hm", "Yes.<tool_call>calc</tool_call>", ['{"expression":"1+1"}'])
     assert served_plane.get("/runs/run")["counters"]["unparsed_calls"] == 1
     # nobody asked for calls
     assert ask() == ("hm", '{"name": "calc", "arguments": {"expression": "1+1"}}\n', [])
 
 
-def test_tools_are_refused_where_calls_have_no_known_form(served_plane: ServedPlane, tmp_path: Path) -> None:
+def test_tools_are_refused_where_calls_have_no_known_form(
+    served_plane: planes.ServedPlane, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(served_plane.model_dir, folder)
     template = folder / "chat_template.jinja"
@@ -160,9 +149,9 @@ def test_tools_are_refused_where_calls_have_no_known_form(served_plane: ServedPl
     served_plane.register(max_tokens=32)
     renderer = Renderer(str(folder))
     assert renderer.tool_format == ""
-    served_plane.connect(answering(renderer, "no <tool_call>"))
+    served_plane.connect(planes.answering(renderer, "no <tool_call>"))
     url = served_plane.client.post("/sessions", {"run_id": "run"})["base_url"]
-    request: Any = {"model": "policy", "messages": HI, "tools": [CALC]}
+    request: Any = {"model": "policy", "messages": HI, "tools": [planes.CALC]}
     for choice in ("auto", "required"):
         refused = httpx.post(f"{url}/chat/completions", json=request | {"tool_choice": choice})
         assert refused.status_code == 400

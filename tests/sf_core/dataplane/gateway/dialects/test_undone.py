@@ -18,16 +18,8 @@ from sf_core.config.undone import UNDONE
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import refuse_undone
-from tests.bench.dataplane.planes import ServedPlane, answering
-
-HI = [{"role": "user", "content": "hi"}]
-REQUESTS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": HI},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"messages": HI, "max_tokens": 8},
-    "/v1/models/policy:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
-}
+from tests.bench.dataplane import planes
+from tests.sf_core.dataplane.gateway.dialects import asking
 
 
 def nested(fields: dict[str, Any]) -> dict[str, Any]:
@@ -39,21 +31,15 @@ def nested(fields: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-DIALECTS = pytest.mark.parametrize("path", REQUESTS)
-
-
-def ask(plane: ServedPlane, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    body = {"model": "policy"} | REQUESTS.get(path, {}) | fields
-    response = httpx.post(plane.url + path, json=body, headers=plane.agent_headers(path))
-    return response.status_code, response.json()
+DIALECTS = pytest.mark.parametrize("path", asking.REQUESTS)
 
 
 @DIALECTS
 def test_a_field_that_is_not_done_is_refused_in_the_dialects_own_form(
-    served_plane: ServedPlane, path: str
+    served_plane: planes.ServedPlane, path: str
 ) -> None:
     served_plane.register()
-    status, answer = ask(served_plane, path, {"presence_penalty": 0.5})
+    status, answer = asking.ask(served_plane, path, {"presence_penalty": 0.5})
     error = answer["error"]
     is_google = path.endswith("generateContent")
     kind = error["status"] if is_google else error["type"]
@@ -68,20 +54,24 @@ def test_a_field_that_is_not_done_is_refused_in_the_dialects_own_form(
 
 
 @DIALECTS
-def test_values_that_change_nothing_pass(served_plane: ServedPlane, renderer: Renderer, path: str) -> None:
+def test_values_that_change_nothing_pass(
+    served_plane: planes.ServedPlane, renderer: Renderer, path: str
+) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "the sum is 42."))
+    served_plane.connect(planes.answering(renderer, "the sum is 42."))
     neutral = {name: values[0] if values else None for name, values in UNDONE.items()}
-    assert ask(served_plane, path, nested(neutral))[0] == 200
-    assert ask(served_plane, path, nested(dict.fromkeys(UNDONE)))[0] == 200
+    assert asking.ask(served_plane, path, nested(neutral))[0] == 200
+    assert asking.ask(served_plane, path, nested(dict.fromkeys(UNDONE)))[0] == 200
 
 
 @DIALECTS
-def test_a_run_may_ignore_some_of_them(served_plane: ServedPlane, renderer: Renderer, path: str) -> None:
+def test_a_run_may_ignore_some_of_them(
+    served_plane: planes.ServedPlane, renderer: Renderer, path: str
+) -> None:
     served_plane.register(ignored_fields=["logit_bias", "min_p"])
-    served_plane.connect(answering(renderer, "the sum is 42."))
-    assert ask(served_plane, path, {"logit_bias": {"3": 100}, "min_p": 0.1})[0] == 200
-    status, answer = ask(served_plane, path, {"logit_bias": {"3": 100}, "min_tokens": 3})
+    served_plane.connect(planes.answering(renderer, "the sum is 42."))
+    assert asking.ask(served_plane, path, {"logit_bias": {"3": 100}, "min_p": 0.1})[0] == 200
+    status, answer = asking.ask(served_plane, path, {"logit_bias": {"3": 100}, "min_tokens": 3})
     assert (status, answer["error"]["message"].split()[0]) == (400, "min_tokens")
 
 
@@ -134,10 +124,10 @@ SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}}
     ],
 )
 def test_a_schema_for_the_answer_is_refused_wherever_a_dialect_has_it(
-    served_plane: ServedPlane, path: str, field: str, fields: dict[str, Any]
+    served_plane: planes.ServedPlane, path: str, field: str, fields: dict[str, Any]
 ) -> None:
     served_plane.register()
-    status, answer = ask(served_plane, path, fields)
+    status, answer = asking.ask(served_plane, path, fields)
     assert (status, answer["error"]["message"].split(" and ")[0]) == (400, f"{field} is not supported")
 
 
@@ -154,20 +144,20 @@ def test_a_schema_for_the_answer_is_refused_wherever_a_dialect_has_it(
     ],
 )
 def test_schemas_of_calls_that_nobody_sees_to_are_counted(
-    served_plane: ServedPlane, renderer: Renderer, path: str, tools: list[dict[str, Any]]
+    served_plane: planes.ServedPlane, renderer: Renderer, path: str, tools: list[dict[str, Any]]
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "the sum is 42."))
+    served_plane.connect(planes.answering(renderer, "the sum is 42."))
     validated = {"toolConfig": {"functionCallingConfig": {"mode": "VALIDATED"}}}
-    assert ask(served_plane, path, {"tools": tools, **validated})[0] == 200
+    assert asking.ask(served_plane, path, {"tools": tools, **validated})[0] == 200
     assert served_plane.get("/runs/run")["counters"]["left_out.strict"] == 1
 
 
 def test_a_thread_is_refused_so_that_its_client_sends_the_whole_conversation(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register()
-    served_plane.connect(answering(renderer, "the sum is 42."))
+    served_plane.connect(planes.answering(renderer, "the sum is 42."))
     asked = {"max_tokens": 32, "model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     with Anthropic(base_url=served_plane.url, api_key="none") as client:
         with pytest.raises(ThreadUnsupportedRequestError, match="send the whole conversation in messages"):
@@ -178,9 +168,9 @@ def test_a_thread_is_refused_so_that_its_client_sends_the_whole_conversation(
     assert len(served_plane.asked[1].prompt_ids) > len(served_plane.asked[0].prompt_ids)
 
 
-def test_tokens_are_counted_by_the_same_list(served_plane: ServedPlane) -> None:
+def test_tokens_are_counted_by_the_same_list(served_plane: planes.ServedPlane) -> None:
     served_plane.register()
-    body = {"model": "policy", "messages": HI, "min_p": 0.1}
+    body = {"model": "policy", "messages": asking.HI, "min_p": 0.1}
     response = httpx.post(served_plane.url + "/v1/messages/count_tokens", json=body)
     assert response.status_code == 400 and "min_p" in response.json()["error"]["message"]
 
@@ -197,9 +187,9 @@ def test_only_fields_of_the_list_can_be_ignored() -> None:
             RunConfig.model_validate({"rollout": {"ignored_fields": [name]}})
 
 
-@pytest.mark.parametrize("path", [path for path in REQUESTS if path != "/v1/completions"])
+@pytest.mark.parametrize("path", [path for path in asking.REQUESTS if path != "/v1/completions"])
 def test_the_chat_template_has_the_variables_of_a_request_and_others_of_them_are_another_conversation(
-    served_plane: ServedPlane, renderer: Renderer, tmp_path: Path, path: str
+    served_plane: planes.ServedPlane, renderer: Renderer, tmp_path: Path, path: str
 ) -> None:
     folder = tmp_path / "policy"
     shutil.copytree(served_plane.model_dir, folder)
@@ -210,12 +200,12 @@ def test_the_chat_template_has_the_variables_of_a_request_and_others_of_them_are
     )
     served_plane.model_dir = str(folder)
     served_plane.register(ignored_fields=[])
-    served_plane.connect(answering(renderer, "the sum is 42."))
+    served_plane.connect(planes.answering(renderer, "the sum is 42."))
     [claim] = served_plane.claim()
     at = f"/sessions/{claim['session_id']}"
 
     def prompt(**fields: Any) -> str:
-        assert ask(served_plane, at + path, REQUESTS[path] | fields)[0] == 200
+        assert asking.ask(served_plane, at + path, asking.REQUESTS[path] | fields)[0] == 200
         return renderer.decode(list(served_plane.asked[-1].prompt_ids))
 
     closed = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -225,15 +215,17 @@ def test_the_chat_template_has_the_variables_of_a_request_and_others_of_them_are
     assert prompt(chat_template_kwargs={"enable_thinking": True}) == plain
     prompts = served_plane.get(at)["prompts"]
     assert [one["branch_reason"] for one in prompts] == [None, "other_tools", "other_tools"]
-    status, answer = ask(served_plane, at + path, REQUESTS[path] | {"chat_template_kwargs": {"tools": []}})
+    status, answer = asking.ask(
+        served_plane, at + path, asking.REQUESTS[path] | {"chat_template_kwargs": {"tools": []}}
+    )
     assert (status, answer["error"]["message"]) == (400, "chat_template_kwargs must not contain tools")
 
 
 def test_a_run_that_ignored_the_variables_of_the_template_goes_on_doing_so(
-    served_plane: ServedPlane, renderer: Renderer
+    served_plane: planes.ServedPlane, renderer: Renderer
 ) -> None:
     served_plane.register(ignored_fields=["chat_template_kwargs"])
-    served_plane.connect(answering(renderer, "the sum is 42."))
+    served_plane.connect(planes.answering(renderer, "the sum is 42."))
     for fields in ({}, {"chat_template_kwargs": {"tools": 1}}):
-        assert ask(served_plane, "/v1/chat/completions", fields)[0] == 200
+        assert asking.ask(served_plane, "/v1/chat/completions", fields)[0] == 200
     assert served_plane.asked[0].prompt_ids == served_plane.asked[1].prompt_ids

@@ -11,7 +11,7 @@ import pytest
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from tests.bench.dataplane.planes import ServedPlane, answering
-from tests.sf_core.dataplane.gateway.dialects.test_undone import ask
+from tests.sf_core.dataplane.gateway.dialects.asking import ask
 
 TEXT = {"type": "text", "text": "seen"}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA=="}
