@@ -26,9 +26,8 @@ from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
 from sf_core.engines.vllm.deliveries import Adapters, Delivery, WholeModels
 from sf_core.engines.vllm.limits import check_cpu_build, check_shape
 from sf_core.engines.vllm.pictures import Pictures
-from sf_core.engines.vllm.places import OwnServer
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, make_arguments
+from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, OwnServer, make_arguments
 from sf_core.engines.vllm.turn import VllmTurn
 from sf_core.surroundings import has_gpu, vllm_python
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
@@ -41,8 +40,6 @@ _ENDS_S = 10.0
 
 _UNANSWERED_S = 0.1
 """The same if it has brought nothing: vLLM may have been told before it knew the request."""
-
-_HEALTH_EVERY_S = 2.0
 
 _MOST_FAILED_STARTS = 3
 """After so many in a row the engine fails."""
@@ -74,20 +71,19 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
         more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
     )
     sleep_level = 0 if on_cpu or adapters else settings.sleep_level
-    place = OwnServer(policy.path, arguments, on_cpu=on_cpu, sleep_level=sleep_level)
+    server = OwnServer(policy.path, arguments, on_cpu=on_cpu, sleep_level=sleep_level)
     vocabularies = Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None
     keep_kv = engine.kv_on_update == "keep"
-    size = policy.vocab_size
-    return VllmEngine(place, delivery, size, engine.context, keep_kv, vocabularies, pictures)
+    return VllmEngine(server, delivery, policy.vocab_size, engine.context, keep_kv, vocabularies, pictures)
 
 
 class VllmEngine:
-    """An engine of the server at a place. At rest a server on the CPU keeps its memory; one on a GPU sleeps,
+    """An engine of one server. At rest a server on the CPU keeps its memory; one on a GPU sleeps,
     or ends if it is given adapters. What happens is told and not raised, also by its methods."""
 
     def __init__(
         self,
-        place: OwnServer,
+        server: OwnServer,
         delivery: Delivery,
         vocab_size: int,
         context_length: int,
@@ -99,7 +95,7 @@ class VllmEngine:
         `pictures`: None: the policy does not see."""
         self.loop = asyncio.new_event_loop()
         self.tell: Callable[[Event], None] = lambda event: None
-        self._place = place
+        self._server = server
         self._delivery = delivery
         self._keep_kv = keep_kv
         self._vocab_size = vocab_size
@@ -196,14 +192,14 @@ class VllmEngine:
             self._held = None
             self._flows = False
             if self._client is None:
-                return self._place.leave_start()
+                return self._server.leave_start()
             await self._end_streams(self._streaming, self._client.pause("abort"))
-            if self._place.ends_at_rest:
+            if self._server.ends_at_rest:
                 self._reset()
-            elif self._place.sleep_level and not self._asleep:
-                await self._client.sleep(self._place.sleep_level)
+            elif self._server.sleep_level and not self._asleep:
+                await self._client.sleep(self._server.sleep_level)
                 self._asleep = True
-                if self._place.sleep_level == 2:
+                if self._server.sleep_level == 2:
                     self._loaded = None
 
     def close(self) -> None:
@@ -243,7 +239,7 @@ class VllmEngine:
                 return
 
     async def _connect(self, weights: WeightsRef) -> None:
-        self._client, is_new = await self._place.connect()
+        self._client, is_new = await self._server.connect()
         self._loaded = weights if is_new and self._delivery.is_in_start else None
         self._start(self._watch(self._client))
 
@@ -344,13 +340,10 @@ class VllmEngine:
             raise EngineLostError(f"vLLM did not stop {len(late)} requests within {_ENDS_S:.0f} s")
 
     async def _watch(self, client: VllmClient) -> None:
-        while True:
-            await asyncio.sleep(_HEALTH_EVERY_S)
-            try:
-                self._place.check()
-                await client.check_health()
-            except EngineLostError as error:
-                return self._lose(error)
+        try:
+            await self._server.watch(client)
+        except EngineLostError as error:
+            self._lose(error)
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -369,10 +362,10 @@ class VllmEngine:
             if self._failed_starts >= _MOST_FAILED_STARTS:
                 told = RuntimeError(
                     f"vLLM could not be made to serve, {self._failed_starts} times in a row: {error}\n"
-                    f"{self._place.last_lines()}"
+                    f"{self._server.last_lines()}"
                 )
         if is_used:
-            log.warning("vLLM is lost: %s\n%s", error, self._place.last_lines())
+            log.warning("vLLM is lost: %s\n%s", error, self._server.last_lines())
         self._reset()
         if is_used:
             self.tell(told)
@@ -403,5 +396,5 @@ class VllmEngine:
         if self._client is not None:
             self._closing = asyncio.create_task(self._client.close())
             self._client = None
-        self._place.leave()
+        self._server.leave()
         self._delivery.forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sf_core.engines.vllm.client import VllmClient
-from sf_core.engines.vllm.places import OwnServer
+from sf_core.engines.vllm.server import OwnServer
 
 
 class RunningServer(OwnServer):

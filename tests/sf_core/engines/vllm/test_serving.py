@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.testing import awake, drain, until
 from sf_core.engines.vllm.deliveries import Adapters
-from sf_core.engines.vllm.places import OwnServer
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import make_adapter_arguments, make_arguments
+from sf_core.engines.vllm.server import OwnServer, make_adapter_arguments, make_arguments
 from sf_core.models.adapter import Adapter, name_factor
 from sf_core.types import Chunk, WeightsRef
 from storage.tensors.weights import ADAPTER_NAME, save_adapter, save_weights
