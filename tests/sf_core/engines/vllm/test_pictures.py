@@ -141,7 +141,7 @@ class TestPictures(ServingTests):
 
 
 async def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
-    fake: fake_server.FakeVllm, monkeypatch: pytest.MonkeyPatch
+    fake: fake_server.FakeVllm, versions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = f"memory://{uuid.uuid4().hex}/media"
     shown = [store(remote, 1, wide) for wide in range(1, 5)]
