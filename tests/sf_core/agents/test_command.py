@@ -319,9 +319,9 @@ WORKER = """
 import asyncio, sys, tempfile
 from sf_core.agents.command import CommandAgent
 from sf_core.config.programs import Command
-from tests.sf_core.agents.test_command import ENDPOINT, GRACE_S, TASK
+from tests.bench.command_agents import ENDPOINT, TASK
 tempfile.tempdir = sys.argv[1]
-asyncio.run(CommandAgent(Command(command=tuple(sys.argv[2:])), GRACE_S).run(TASK, ENDPOINT))
+asyncio.run(CommandAgent(Command(command=tuple(sys.argv[3:])), float(sys.argv[2])).run(TASK, ENDPOINT))
 """
 
 
@@ -334,7 +334,7 @@ def test_a_worker_that_is_killed_leaves_nothing(
     tmp_path: Path, scratch: Path, end: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:
     pid_file = tmp_path / "pid"
-    command = [sys.executable, "-c", WORKER, str(scratch), *lasting(pid_file)]
+    command = [sys.executable, "-c", WORKER, str(scratch), str(GRACE_S), *lasting(pid_file)]
     worker = subprocess.Popen(command, env=os.environ | {MARK: STACK})
     try:
         processes = family_of(pid_file)

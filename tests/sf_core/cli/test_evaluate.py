@@ -57,7 +57,7 @@ def test_each_version_is_measured_once(run_with_weights: RunDirectory) -> None:
 def test_a_version_computes_in_the_dtype_that_the_run_began_with(run_with_weights: RunDirectory) -> None:
     policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": "auto"}
     runs.configure(run_with_weights, train={"iterations": 2}, evaluate={"num_tasks": 2}, policy=policy)
-    runs.commit(run_with_weights, None, "start", data={"dtype": "bfloat16"})
+    runs.commit(run_with_weights, None, "start", data={"derived": {"policy.dtype": "bfloat16"}})
     measures = Measures()
     evaluate_apart(run_with_weights.uri, 2, None, None, ["evaluate.num_tasks=3"], measures)
     [config] = measures.asked

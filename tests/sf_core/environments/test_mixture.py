@@ -264,7 +264,7 @@ async def test_a_task_of_no_part_is_refused() -> None:
 @pytest.mark.parametrize(
     ("parts", "sentence"),
     [
-        ({}, "environment.settings.parts: dictionary should have at least 1 item after validation, not 0"),
+        ({}, "environment.settings.parts: expected at least 1 item, got {}"),
         ({"": {}}, "environment.settings.parts: a part of a mixture needs a name"),
         (
             {"words": "quickstart"},
@@ -276,8 +276,8 @@ async def test_a_task_of_no_part_is_refused() -> None:
         ),
         (
             {"rules": {"name": "instructions", "settings": {"kinds": [], "texd": 1}}},
-            "environment.settings.parts.rules: settings.kinds: tuple should have at least 1 item after "
-            "validation, not 0, got []; settings.texd: unknown key; allowed here: kinds, ",
+            "environment.settings.parts.rules: settings.kinds: expected at least 1 item, got []; "
+            "settings.texd: unknown key; allowed here: kinds, ",
         ),
         (
             {"rules": {"nam": "instructions"}},

@@ -97,7 +97,7 @@ def test_parameters_reach_the_generator() -> None:
     ("settings", "sentence"),
     [
         ({}, "environment.settings.datasets: field required"),
-        ({"datasets": {}}, "environment.settings.datasets: dictionary should have at least 1 item"),
+        ({"datasets": {}}, "environment.settings.datasets: expected at least 1 item, got {}"),
         ({"datasets": {"spel_backward": {}}}, "no dataset 'spel_backward'; use for example spell_backward"),
         (
             {"datasets": {"gcd": {"max_amount": 3}}},

@@ -212,7 +212,7 @@ from sf_core.engines.registry import make_engine
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.testing import awake
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
-from tests.sf_core.engines.vllm.conftest import config
+from tests.sf_core.engines.vllm.small_policies import config
 moment, folder, newer = sys.argv[1:]
 engine = DrivenEngine(make_engine(config(), folder))
 if moment == "starts":
