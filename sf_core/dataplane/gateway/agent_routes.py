@@ -76,7 +76,9 @@ async def _fail(request: Request, error: Exception) -> Response:
         response = await _refuse(request, ApiError(503, message, retry_after_s=RETRY_AFTER_S))
     else:
         response = await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))
-    # of an exception that no route expects no middleware sees the response
+    # the server closes a connection after an exception that no route expects: a client must not reuse it
+    response.headers["Connection"] = "close"
+    # and no middleware sees the response
     for name in ID_HEADERS:
         response.headers[name.decode()] = request.scope["request_id"]
     return response

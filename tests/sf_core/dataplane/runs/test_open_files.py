@@ -50,6 +50,8 @@ def test_a_session_is_stored_once_when_files_can_be_opened_again(
     with no_more_files():
         refused = plane.http.get(stream)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        # it would be reset under the next request
+        assert refused.headers["connection"] == "close"
         message = refused.json()["error"]["message"]
         assert message.startswith("The data plane cannot use its disk: ")
         assert message.endswith(f"{REMEDY}, then send the request again.")
