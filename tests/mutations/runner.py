@@ -78,6 +78,11 @@ class Mutation:
         found = [file for file in files for _ in find_in(modules.parse(file), self.function, old)]
         if len(found) != 1:
             where = ", ".join(dict.fromkeys(found or files))
+            if not found:
+                raise PatternError(
+                    f"its old text matches nothing in {where}: a name in it may have changed, or this is a "
+                    "namesake of the function"
+                )
             raise PatternError(f"its old text is to match once, and matches {len(found)} times in {where}")
         [file] = found
         tree = modules.parse_anew(file)
