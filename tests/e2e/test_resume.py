@@ -51,9 +51,12 @@ def test_an_older_flow_is_refused_a_killed_one_is_continued_and_a_finished_run_i
     before = invariants.manifests(config)
     newer = cluster.start(config)
     waits.wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
+    # or it would have trained everything before the older one has ended
+    newer.send_signal(signal.SIGSTOP)
     older.send_signal(signal.SIGCONT)
     assert older.wait(waits.patience()) != 0
     assert re.search("[Aa]ttempt 1 .*was superseded by a later attempt", cluster.log(config))
+    newer.send_signal(signal.SIGCONT)
 
     stacks.cluster.await_stage(cluster, config, newer, 2, "train")
     newer.kill()
