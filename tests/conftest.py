@@ -76,7 +76,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.enable()
         gc.freeze()
-        gc.set_threshold(20_000, 20, 20)
+        gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.hookimpl(tryfirst=True)
