@@ -23,10 +23,6 @@ USED = $(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
 VERSION = import sys; print(*sys.version_info[:2])
 OTHER = $(VENV) has another Python than $(PYTHON): remove $(VENV), or name another folder, as in
 
-# what every process of a run imports; Python compiles the rest when it is first imported
-OF_A_RUN = flows.sweep, flows.train, matplotlib.pyplot, prefect.server.api.server, sf_core.cli.main, supervisor.supervisord
-OF_WORKERS = distributed.cli.dask_scheduler, distributed.cli.dask_worker, tasks.lease, tasks.stages, torch, transformers
-
 # torch first and exactly: where pip knows a CPU build, any other order or version pulls several GB of CUDA packages
 # (docs/decisions/001)
 $(STAMP): pyproject.toml
@@ -36,8 +32,9 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
-	# pip would compile everything, for which it needs five times as long
-	$(BIN)/python -W ignore -c 'import $(OF_A_RUN), $(OF_WORKERS)' || true
+	# pip would compile on one core, and a quarter of it for nothing; some templates are no valid Python. What is compiled
+	# later, when it is first imported, prints its warnings to the user
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib || true
 	touch $(STAMP)
 
 # an environment of its own, with any Python that setup takes: vLLM and Prefect want different versions of FastAPI (docs/decisions/026). Without CUDA
