@@ -40,8 +40,7 @@ def test_a_flow_that_is_killed_in_any_stage_goes_on_in_this_stage(cluster: stack
 def test_an_older_flow_is_refused_a_killed_one_is_continued_and_a_finished_run_is_not_run_again(
     cluster: stacks.cluster.Cluster,
 ) -> None:
-    """Of two flows on one run the newer goes on, and what it has not finished when it is killed is finished
-    by a third one."""
+    """A newer flow supersedes an older one and is killed. A third flow finishes the run."""
     config = cluster.config("flows", train={"iterations": 6})
     older = cluster.start(config)
     waits.wait_until(

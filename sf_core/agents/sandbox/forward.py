@@ -122,8 +122,8 @@ class _Requests:
         self._path = path
         self._url = b""
         self._num_kept = 0
-        """Bytes received since the request began, or since the last piece of its body. It counts one
-        chunk too many at most."""
+        """Bytes received since the request began, or since the last piece of its body. The number may be too
+        high, by at most one chunk."""
         self._parser = RequestParser(self)
 
     def read(self, data: bytes) -> None:

@@ -111,6 +111,11 @@ def too_many_values(subject: str) -> ApiError:
     )
 
 
+def has_media(part: dict[str, Any]) -> bool:
+    """Whether a part of Google's has one of the fields in MEDIA."""
+    return any(name in part for name in MEDIA)
+
+
 def kind_of_media(part: Any) -> str:
     """What a part of Google's is that is no text."""
     if not isinstance(part, dict):

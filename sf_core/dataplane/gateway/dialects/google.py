@@ -18,6 +18,7 @@ from sf_core.dataplane.chat.contents import (
     LeftOut,
     Part,
     canonical,
+    has_media,
     join_result,
     kind_of_media,
     read_media,
@@ -284,7 +285,7 @@ def _said(parts: list[Placed], left_out: LeftOut) -> list[str | Part]:
         is_behind_result |= "function_response" in part
         if "text" in part:
             said.append(part["text"])
-        elif left_out.sees and part.keys() & set(MEDIA) and not is_behind_result:
+        elif left_out.sees and has_media(part) and not is_behind_result:
             said.append(read_media(part, where, left_out))
     return said
 
@@ -351,7 +352,7 @@ def _results(parts: list[Placed], calls: _OpenCalls, left_out: LeftOut) -> list[
             found = [results[-1]["content"]]
             media = get(given, "parts", (list,), [])
         else:
-            media = [part] * bool(part.keys() & set(MEDIA))
+            media = [part] * has_media(part)
         if results or not left_out.sees:
             found += [read_media(one, where, left_out) for one in media]
         if results:
