@@ -106,26 +106,26 @@ class CommandAgent:
         except (NoAnswerError, SandboxError) as error:
             raise _failure(f"gave no answer: {error}", "agent", written) from None
         except TimeoutError:
-            told = f"ran longer than its timeout_s of {self._command.timeout_s:g} s"
-            raise _failure(told, "time", written) from None
+            reason = f"ran longer than its timeout_s of {self._command.timeout_s:g} s"
+            raise _failure(reason, "time", written) from None
 
     async def _run_kept(
-        self, task: Task, endpoint: Endpoint, given: dict[str, bytes], written: CommandOutput
+        self, task: Task, endpoint: Endpoint, files: dict[str, bytes], written: CommandOutput
     ) -> Any:
         folder = scratch_folder()
         try:
             work, home, temporary = (Path(folder.name, name) for name in ("work", "home", "tmp"))
             for inner in (work, home, temporary):
                 inner.mkdir()
-            await asyncio.to_thread(_write, work, given)
-            places = {"HOME": str(home), "TMPDIR": str(temporary), "PWD": str(work)}
+            await asyncio.to_thread(_write, work, files)
+            folders = {"HOME": str(home), "TMPDIR": str(temporary), "PWD": str(work)}
             process = _KeptProcess(
                 self._words,
                 folder.name,
                 self._grace_s,
                 cwd=str(work),
                 prompt=task.prompt,
-                env=_inherit_variables() | _variables(endpoint) | places | self._command.variables,
+                env=_inherit_variables() | _variables(endpoint) | folders | self._command.variables,
             )
             try:
                 await process.start(written)
@@ -134,7 +134,7 @@ class CommandAgent:
                 # while the folder is there
                 number = open_folder(work)
                 try:
-                    return self._answer_in(number, given, status)
+                    return self._answer_in(number, files, status)
                 finally:
                     os.close(number)
             finally:
@@ -144,11 +144,11 @@ class CommandAgent:
             folder.cleanup()
 
     async def _run_inside(
-        self, task: Task, endpoint: Endpoint, given: dict[str, bytes], written: CommandOutput
+        self, task: Task, endpoint: Endpoint, files: dict[str, bytes], written: CommandOutput
     ) -> Any:
         limits = self._command.sandbox
         assert limits is not None
-        async with open_sandbox(limits, given, endpoint, self._words[:1]) as box:
+        async with open_sandbox(limits, files, endpoint, self._words[:1]) as box:
             assert box.endpoint is not None
             ended = await box.run(
                 self._words,
@@ -166,9 +166,9 @@ class CommandAgent:
                     raise NoAnswerError(
                         f"the memory use of the command exceeds memory_mb ({limits.memory_mb})"
                     )
-            return self._answer_in(box.folder, given, ended.status)
+            return self._answer_in(box.folder, files, ended.status)
 
-    def _answer_in(self, folder: int, given: dict[str, bytes], status: int) -> Any:
+    def _answer_in(self, folder: int, files: dict[str, bytes], status: int) -> Any:
         """The answer, unless it is what the command prints."""
         if status != 0:
             raise NoAnswerError(_in_words(status))
@@ -177,7 +177,7 @@ class CommandAgent:
                 case "output":
                     return None
                 case "folder":
-                    return files_in(folder, given)
+                    return files_in(folder, files)
                 case file:
                     return answer_in(folder, file.removeprefix("file:"))
         except NoAnswerError as error:
@@ -213,8 +213,8 @@ class _KeptProcess:
         self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
         loop = asyncio.get_running_loop()
         pipes = (self._keeper.stdout, written.on_output), (self._keeper.stderr, written.on_error)
-        for pipe, take in pipes:
-            _, ear = await loop.connect_read_pipe(partial(Ear, take), pipe)
+        for pipe, on_data in pipes:
+            _, ear = await loop.connect_read_pipe(partial(Ear, on_data), pipe)
             self._ears.append(ear)
         if (error := (await self._read_facts())["error"]) is not None:
             raise NoAnswerError(f"the agent's command cannot be started: {error}")
@@ -250,10 +250,10 @@ class _KeptProcess:
         return facts
 
 
-def _failure(told: str, cause: Cause, written: CommandOutput) -> CommandError:
+def _failure(reason: str, cause: Cause, written: CommandOutput) -> CommandError:
     lines = written.last_lines()
     ended = f"; the command's standard error ends with: {lines}" if lines else ""
-    return CommandError(f"the command {told}{ended}", written.all.text(), cause)
+    return CommandError(f"the command {reason}{ended}", written.all.text(), cause)
 
 
 def _inherit_variables() -> dict[str, str]:
@@ -283,12 +283,12 @@ def _files(prepared: Mapping[str, str | bytes] | None) -> dict[str, bytes]:
     )
     if not isinstance(prepared or {}, Mapping):
         raise TypeError(f"{expected}, not {type(prepared).__name__}")
-    given: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for name, content in (prepared or {}).items():
         if not is_name_below(name):
             raise ValueError(f"{expected}: {quote(name)} is not the name of a file in this folder")
-        given[name] = content.encode() if isinstance(content, str) else bytes(content)
-    return given
+        files[name] = content.encode() if isinstance(content, str) else bytes(content)
+    return files
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -81,8 +81,8 @@ class CommandOutput:
 class Ear(asyncio.Protocol):
     """Reads a pipe."""
 
-    def __init__(self, take: Callable[[bytes], None]) -> None:
-        self._take = take
+    def __init__(self, on_data: Callable[[bytes], None]) -> None:
+        self._on_data = on_data
         self._transport: asyncio.BaseTransport | None = None
         self.has_ended = asyncio.Event()
 
@@ -90,7 +90,7 @@ class Ear(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._take(data)
+        self._on_data(data)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.has_ended.set()
@@ -100,14 +100,14 @@ class Ear(asyncio.Protocol):
             self._transport.close()
 
 
-def text_of(answer: bytes, what: str) -> str:
+def text_of(answer: bytes, subject: str) -> str:
     """Raises NoAnswerError if it is too large or no UTF-8."""
     if len(answer) > MAX_ANSWER:
-        raise NoAnswerError(f"{what} is larger than the limit of {MAX_ANSWER} bytes")
+        raise NoAnswerError(f"{subject} is larger than the limit of {MAX_ANSWER} bytes")
     try:
         return answer.decode()
     except UnicodeDecodeError as error:
-        raise NoAnswerError(f"{what} is not valid UTF-8: {error.reason} at byte {error.start}") from None
+        raise NoAnswerError(f"{subject} is not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def answer_in(folder: int, name: str) -> str:
@@ -125,7 +125,7 @@ def answer_in(folder: int, name: str) -> str:
 def files_in(folder: int, except_for: dict[str, bytes]) -> dict[str, str | dict[str, str]]:
     """Texts of the files below an open folder by their names, without those that are as given; a file that is
     no UTF-8 is {"base64": ...}. Raises NoAnswerError if they are too large."""
-    found: dict[str, str | dict[str, str]] = {}
+    files: dict[str, str | dict[str, str]] = {}
     left = MAX_ANSWER
     try:
         for name, file in files_below(folder):
@@ -135,11 +135,11 @@ def files_in(folder: int, except_for: dict[str, bytes]) -> dict[str, str | dict[
             left -= len(os.fsencode(name)) + len(content)
             if left < 0:
                 raise NoAnswerError(f"the command's folder is over the limit of {MAX_ANSWER} bytes")
-            shown = os.fsencode(name).decode(errors="replace")
+            printable = os.fsencode(name).decode(errors="replace")
             try:
-                found[shown] = content.decode()
+                files[printable] = content.decode()
             except UnicodeDecodeError:
-                found[shown] = {"base64": base64.b64encode(content).decode()}
+                files[printable] = {"base64": base64.b64encode(content).decode()}
     except TooManyFilesError as error:
         raise NoAnswerError(f"the command's folder has {error}") from None
-    return found
+    return files

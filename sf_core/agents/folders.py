@@ -64,18 +64,18 @@ def files_below(folder: int) -> Iterator[tuple[str, BinaryIO]]:
     todo = ["."]
     left = MAX_ENTRIES
     while todo:
-        place = todo.pop()
+        path = todo.pop()
         # what has become something else, or is closed to us, is no folder
         with suppress(OSError):
-            inner = _open_in(folder, place, os.O_DIRECTORY, _BENEATH | _NO_LINKS)
+            inner = _open_in(folder, path, os.O_DIRECTORY, _BENEATH | _NO_LINKS)
             try:
                 with os.scandir(inner) as entries:
-                    found = sorted(islice(entries, left + 1), key=lambda entry: entry.name)
-                left -= len(found)
+                    batch = sorted(islice(entries, left + 1), key=lambda entry: entry.name)
+                left -= len(batch)
                 if left < 0:
                     raise TooManyFilesError(f"more than {MAX_ENTRIES} files")
-                for entry in found:
-                    name = os.path.normpath(os.path.join(place, entry.name))
+                for entry in batch:
+                    name = os.path.normpath(os.path.join(path, entry.name))
                     if entry.is_dir(follow_symlinks=False):
                         todo.append(name)
                     elif (file := _file(inner, entry.name)) is not None:

@@ -63,11 +63,11 @@ class _Server:
         async with asyncio.timeout(self._timeout_s):
             await self._client.__aenter__()
             page = await self._client.list_tools()
-            found = [*page.tools]
+            tools = [*page.tools]
             while page.next_cursor:
                 page = await self._client.list_tools(cursor=page.next_cursor)
-                found += page.tools
-        return [self._tool(tool) for tool in found]
+                tools += page.tools
+        return [self._tool(tool) for tool in tools]
 
     async def close(self, error: BaseException | None) -> None:
         """End the connection and the command. A cancelled block may have been so by the connection, whose
@@ -85,16 +85,18 @@ class _Server:
             error = error.exceptions[0]
         code = error.code if isinstance(error, MCPError) else None
         if isinstance(error, TimeoutError) or code == REQUEST_TIMEOUT:
-            told = f"did not answer within {self._timeout_s:g} s"
+            problem = f"did not answer within {self._timeout_s:g} s"
         elif code == CONNECTION_CLOSED:
-            told = "has ended"
+            problem = "has ended"
         else:
-            told = f"cannot be used: {type(error).__name__}: {error}"
+            problem = f"cannot be used: {type(error).__name__}: {error}"
         number = self._written.fileno()
         # the command writes at the same position, which reading must not move
         end = os.pread(number, TOLD_BYTES, max(0, os.fstat(number).st_size - TOLD_BYTES))
         last = " ".join(end.decode(errors="replace").split())
-        return LostToolError(f"MCP server {self._name} {told}" + (f"; it wrote last: {last}" if last else ""))
+        return LostToolError(
+            f"MCP server {self._name} {problem}" + (f"; it wrote last: {last}" if last else "")
+        )
 
     def _tool(self, tool: Any) -> Tool:
         async def call(**arguments: Any) -> str:

@@ -57,14 +57,14 @@ class Work:
     """Further fields of its report: id and environment of the task, what a command as agent wrote."""
     phase: Phase = "tasks"
     """What would have failed, if it failed now."""
-    told: Cause | None = None
+    cause: Cause | None = None
     """Cause of its failure where a command as agent tells it."""
     judgements: list[Judgement] = field(default_factory=list)
     """What was asked and noted while its answer was scored. The first of a group has those of all."""
 
     def cause_of(self, error: BaseException) -> Cause:
-        if self.told is not None:
-            return self.told
+        if self.cause is not None:
+            return self.cause
         if self.phase == "prepare" or self.phase == "reward":
             return self.phase
         return "code" if isinstance(error, CODE_ERRORS) else "agent"
@@ -113,8 +113,8 @@ class Phases:
         """Number of sessions to claim beside these."""
         # who scores slowly gathers no answers without end
         num_scored = min(len(self.ended), self._max_scored)
-        taken = num_sessions - num_scored + self._threads.num_excess
-        return max(0, self._rules.concurrency + self._rules.prepare_ahead - taken)
+        num_claimed = num_sessions - num_scored + self._threads.num_excess
+        return max(0, self._rules.concurrency + self._rules.prepare_ahead - num_claimed)
 
     def room_for_answers(self, num_sessions: int) -> int:
         """Number of answers to claim for scoring beside these."""
@@ -123,15 +123,15 @@ class Phases:
     async def run(self, work: Work, task: Task, endpoint: Endpoint) -> Any:
         """Have the agent work on its task, once that is prepared and there is a place; returns its answer."""
         async with AsyncExitStack() as stack:
-            given: tuple[Any, ...] = ()
+            prepared: tuple[Any, ...] = ()
             if self._rules.prepare_ahead:
-                given = await stack.enter_async_context(self._hold_prepared(work, task))
+                prepared = await stack.enter_async_context(self._hold_prepared(work, task))
             async with self._running:
                 self.begun[work.session_id] = dict(work.facts)
                 if not self._rules.prepare_ahead:
-                    given = await stack.enter_async_context(self._hold_prepared(work, task))
+                    prepared = await stack.enter_async_context(self._hold_prepared(work, task))
                 work.phase = "agent"
-                answer = await self._answer(work, task, endpoint, *given)
+                answer = await self._answer(work, task, endpoint, *prepared)
                 self.ended.add(work.session_id)
                 self.answered.append(work.session_id)
                 work.phase = "prepare"
@@ -143,8 +143,8 @@ class Phases:
         async with self._scoring:
             work.phase = "reward"
             with self._naming_the_agent([answer], f"the reward function {self._reward_name}"):
-                given = await self._until_judged(work, self._reward, task, answer)
-                return _take_noted(work, as_reward(given, self._reward_name))
+                returned = await self._until_judged(work, self._reward, task, answer)
+                return _take_noted(work, as_reward(returned, self._reward_name))
 
     async def judge(
         self, works: Sequence[Work], task: Task, answers: list[Any]
@@ -158,8 +158,8 @@ class Phases:
                 work.phase = "reward"
             name = name_function(self._group_reward)
             with self._naming_the_agent(answers, f"the function group_reward {name}"):
-                given = await self._until_judged(works[0], self._group_reward, task, answers)
-                rewards = as_rewards(given, len(answers), name)
+                returned = await self._until_judged(works[0], self._group_reward, task, answers)
+                rewards = as_rewards(returned, len(answers), name)
         return rewards and [_take_noted(*pair) for pair in zip(works, rewards, strict=True)]
 
     @asynccontextmanager
@@ -171,14 +171,14 @@ class Phases:
         async with AsyncExitStack() as stack:
             work.phase = "prepare"
             async with limit_time("preparing took", "prepare_timeout_s", self._rules.prepare_timeout_s):
-                given = await stack.enter_async_context(self._prepare(task))
-            yield (given,)
+                prepared = await stack.enter_async_context(self._prepare(task))
+            yield (prepared,)
 
-    async def _answer(self, work: Work, task: Task, endpoint: Endpoint, *given: Any) -> Any:
+    async def _answer(self, work: Work, task: Task, endpoint: Endpoint, *prepared: Any) -> Any:
         try:
-            answer = await self._threads.call(self._agent, task, endpoint, *given)
+            answer = await self._threads.call(self._agent, task, endpoint, *prepared)
         except CommandError as error:
-            work.told = error.cause
+            work.cause = error.cause
             work.facts["output"] = error.output
             raise
         if inspect.iscoroutine(answer):
@@ -250,14 +250,14 @@ def _take_noted(work: Work, scored: dict[str, Any]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def limit_time(what: str, setting: str, seconds: float) -> AsyncIterator[None]:
+async def limit_time(what_took: str, setting: str, seconds: float) -> AsyncIterator[None]:
     """Raises LateError once the block has run for so long: `what` longer than the setting of `rollout`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
     except TimeoutError:
         if limit.expired():
-            raise LateError(f"{what} longer than rollout.{setting} ({seconds:g} s)") from None
+            raise LateError(f"{what_took} longer than rollout.{setting} ({seconds:g} s)") from None
         raise
 
 
@@ -270,15 +270,15 @@ def as_rewards(values: Any, number: int, function: str) -> list[dict[str, Any]] 
         values.close()
         raise ValueError(f"the function group_reward {function} returned {_COROUTINE}")
     try:
-        found = list(values)
+        rewards = list(values)
     except TypeError:
-        found = []
-    if len(found) != number or isinstance(values, str | bytes | Mapping):
+        rewards = []
+    if len(rewards) != number or isinstance(values, str | bytes | Mapping):
         raise ValueError(
             f"the function group_reward {function} returned {quote(values)}, expected a list with a reward "
             f"for each of {number} answers"
         )
-    return [as_reward(value, function) for value in found]
+    return [as_reward(value, function) for value in rewards]
 
 
 def as_reward(value: Any, function: str) -> dict[str, Any]:
@@ -287,14 +287,14 @@ def as_reward(value: Any, function: str) -> dict[str, Any]:
 
     def number(value: Any, of: str = "") -> float:
         try:
-            found = math.nan if isinstance(value, str | bytes) else float(value)
+            result = math.nan if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError):
-            found = math.nan
-        if not math.isfinite(found):
+            result = math.nan
+        if not math.isfinite(result):
             raise ValueError(
                 f"the reward function {function} returned {quote(value)}{of}, which is not a finite number"
             )
-        return found
+        return result
 
     if inspect.iscoroutine(value):
         value.close()
@@ -304,7 +304,9 @@ def as_reward(value: Any, function: str) -> dict[str, Any]:
     if isinstance(value, Scored):
         steps = {str(answer): number(step, f" for {answer!r}") for answer, step in value.steps.items()}
         if value.noted:
-            noted = {"noted": {str(name): number(one, f" as {name!r}") for name, one in value.noted.items()}}
+            noted = {
+                "noted": {str(name): number(note, f" as {name!r}") for name, note in value.noted.items()}
+            }
         value = value.reward
     parts = {}
     if isinstance(value, Mapping) and value:

@@ -198,8 +198,8 @@ class AgentRunner:
             if (ended := self._sessions.get(session_id)) is not None and not ended.done():
                 ended.cancel()
                 # a judge has the answers of others too, which another one gets
-                for other in [known for known, task in self._sessions.items() if task is ended]:
-                    self._forget(other)
+                for member in [member for member, task in self._sessions.items() if task is ended]:
+                    self._forget(member)
         for claims in self._group_claims(answer["sessions"]):
             task = asyncio.create_task(self._work(claims))
             self._sessions |= {claim["session_id"]: task for claim in claims}
@@ -221,11 +221,11 @@ class AgentRunner:
         if self._alone_since is None:
             self._alone_since = now
         if now - self._alone_since > self._patience_s:
-            who = (
+            problem = (
                 f"the data plane at {self._url} did not answer any claim of {self._runner_id} on run "
                 f"{self._run_id}"
             )
-            raise ConnectionError(f"{who} for {self._patience_s:g} s: {sentence}")
+            raise ConnectionError(f"{problem} for {self._patience_s:g} s: {sentence}")
         log.warning("the claim of new sessions failed and is retried: %s", sentence)
 
     def _group_claims(self, claims: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -307,11 +307,11 @@ class AgentRunner:
             else:
                 scores = judged
         except NotJudged as error:
-            said = {"status": "unjudged", "error": shorten(_describe_error(error, "reward"))}
-            told = zip(works, claims, answers, strict=True)
+            report = {"status": "unjudged", "error": shorten(_describe_error(error, "reward"))}
+            answered = zip(works, claims, answers, strict=True)
             return [
-                said | {"answer": as_json(answer), "scoring": each["scoring"], **one.facts}
-                for one, each, answer in told
+                report | {"answer": as_json(answer), "scoring": claim["scoring"], **work.facts}
+                for work, claim, answer in answered
             ]
         names = {"task_id": task.task_id, "environment": task.environment}
         pairs = zip(works, scores, strict=True)
@@ -337,13 +337,13 @@ def _name_task(task: Task) -> dict[str, str]:
 def _name_judgements(work: Work) -> dict[str, Any]:
     """What was asked and noted of an answer, as a field of its report: without the texts of those that a
     report has no room for."""
-    told = list[Any]()
+    judgements = list[Any]()
     num_bytes = 0
     for judgement in work.judgements:
         fields = msgspec.to_builtins(judgement)
         num_bytes += len(msgspec.json.encode(judgement))
-        told.append(fields if num_bytes <= MAX_JUDGED else fields | {"messages": None})
-    return {"judgements": told} if told else {}
+        judgements.append(fields if num_bytes <= MAX_JUDGED else fields | {"messages": None})
+    return {"judgements": judgements} if judgements else {}
 
 
 def _describe_error(error: BaseException, phase: Phase) -> str:

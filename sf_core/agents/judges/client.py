@@ -44,7 +44,7 @@ class RefusedError(Exception):
 class Reply:
     """What came of a question."""
 
-    told: Judgement
+    judgement: Judgement
     """The question and its reply; the verdict is not read yet."""
     likely: Mapping[str, float] = field(default_factory=dict)
     """Log-probs of the most likely first tokens, if they were asked for."""
@@ -59,8 +59,8 @@ class JudgeClient:
         self.name = name
         self.endpoint = endpoint
         self._settings = settings
-        self._places = asyncio.Semaphore(settings.concurrency)
-        self._known: dict[bytes, Reply] = {}
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._cache: dict[bytes, Reply] = {}
         self._asking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         """Locks of the questions that are being asked: equal ones wait for the reply."""
 
@@ -87,30 +87,30 @@ class JudgeClient:
         digest = hashlib.sha256(orjson.dumps([self.name, question], option=orjson.OPT_SORT_KEYS)).digest()
         lock = self._asking.setdefault(digest, asyncio.Lock())
         async with lock:
-            known = None if anew else self._known.get(digest)
-            if known is not None:
+            cached_reply = None if anew else self._cache.get(digest)
+            if cached_reply is not None:
                 nothing = {"tokens": 0, "seconds": 0.0, "attempts": 0, "discarded": []}
-                told = msgspec.structs.replace(known.told, cached=True, **nothing)
-                return replace(known, told=told)
+                judgement = msgspec.structs.replace(cached_reply.judgement, cached=True, **nothing)
+                return replace(cached_reply, judgement=judgement)
             reply = await self._call(question)
-            if reply.told.reply is not None:
-                self._known[digest] = reply
-                if len(self._known) > MAX_KNOWN:
-                    del self._known[next(iter(self._known))]
+            if reply.judgement.reply is not None:
+                self._cache[digest] = reply
+                if len(self._cache) > MAX_KNOWN:
+                    del self._cache[next(iter(self._cache))]
             return reply
 
     async def _call(self, question: dict[str, Any]) -> Reply:
-        asked = Judgement(judge=self.name, messages=orjson.dumps(question["messages"]).decode())
-        async with self._places:
+        question_record = Judgement(judge=self.name, messages=orjson.dumps(question["messages"]).decode())
+        async with self._slots:
             started = time.monotonic()
             error = ""
             tokens = 0
             discarded: list[str] = []
 
-            def tell(attempts: int, **found: Any) -> Judgement:
+            def judged(attempts: int, **outcome: Any) -> Judgement:
                 seconds = time.monotonic() - started
-                known = {"tokens": tokens, "discarded": discarded, **found}
-                return msgspec.structs.replace(asked, seconds=seconds, attempts=attempts, **known)
+                facts = {"tokens": tokens, "discarded": discarded, **outcome}
+                return msgspec.structs.replace(question_record, seconds=seconds, attempts=attempts, **facts)
 
             for attempt in range(1, TRIES + 1):
                 try:
@@ -118,7 +118,7 @@ class JudgeClient:
                         came = await self._post(question)
                     tokens += came.tokens
                     if not came.said.fault:
-                        return Reply(tell(attempt, reply=came.said.text), came.likely)
+                        return Reply(judged(attempt, reply=came.said.text), came.likely)
                     discarded.append(came.said.fault)
                     error = f"gives no verdict: {WHY_NONE[came.said.fault].format(name=self.name)}"
                 except TimeoutError:
@@ -128,7 +128,7 @@ class JudgeClient:
                 if attempt < TRIES:
                     await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             where = f"judge {self.name} at {self.endpoint.base_url}"
-            return Reply(tell(TRIES), error=f"{where} {error}")
+            return Reply(judged(TRIES), error=f"{where} {error}")
 
     async def _post(self, question: dict[str, Any]) -> _Came:
         if not self.endpoint.model:
@@ -143,7 +143,10 @@ class JudgeClient:
         try:
             choice = answer["choices"][0]
             first = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
-            likely = {str(one["token"]): float(one["logprob"]) for one in first.get("top_logprobs") or ()}
+            likely = {
+                str(candidate["token"]): float(candidate["logprob"])
+                for candidate in first.get("top_logprobs") or ()
+            }
             said = read_reply(choice, str(first.get("token", "")) if "logprobs" in question else None)
             tokens = int((answer.get("usage") or {}).get("total_tokens") or 0)
         except (LookupError, TypeError, ValueError, AttributeError):

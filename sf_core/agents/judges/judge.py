@@ -39,7 +39,7 @@ class Record:
 
     def drop_cached(self) -> None:
         """Forget questions whose replies were known: the answer is scored again, and they are asked again."""
-        self.judgements = [one for one in self.judgements if not one.cached]
+        self.judgements = [judgement for judgement in self.judgements if not judgement.cached]
 
     def end(self) -> None:
         """End the calls of a function that was given up."""
@@ -53,15 +53,15 @@ class Record:
             asking.close()
             raise NotJudged("the time limit for scoring the answer (rollout.score_timeout_s) is over")
         try:
-            here = asyncio.get_running_loop()
+            running_loop = asyncio.get_running_loop()
         except RuntimeError:
-            here = None
-        if here is self._loop:
+            running_loop = None
+        if running_loop is self._loop:
             return asking
         call = asyncio.run_coroutine_threadsafe(asking, self._loop)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        return call.result() if here is None else asyncio.wrap_future(call)
+        return call.result() if running_loop is None else asyncio.wrap_future(call)
 
 
 class Judge:
@@ -82,7 +82,7 @@ class Judge:
         """The judge's reply to messages, or to one of the user, as `read` reads it: it raises ValueError for
         what it cannot read, and is shown another reply then. `item` says in the record what was asked for."""
         return self._record.reach(
-            self._ask(messages, item, lambda reply: (read or str)(str(reply.told.reply)))
+            self._ask(messages, item, lambda reply: (read or str)(str(reply.judgement.reply)))
         )
 
     def choose(self, messages: str | Messages, words: Sequence[str], item: str = "") -> Any:
@@ -91,9 +91,9 @@ class Judge:
         token cannot be told apart. Raises ValueError if one of them begins another."""
         folded = sorted(map(_fold, words))
         if not all(folded) or any(later.startswith(word) for word, later in pairwise(folded)):
-            told = ", ".join(map(quote, words))
+            listed = ", ".join(map(quote, words))
             raise ValueError(
-                f"the method choose cannot distinguish {told}: a word is empty, or is the beginning of "
+                f"the method choose cannot distinguish {listed}: a word is empty, or is the beginning of "
                 "another word"
             )
         return self._record.reach(self._choose(messages, words, item))
@@ -106,14 +106,14 @@ class Judge:
     async def _prefer(self, question: str, a: str, b: str, item: str) -> float:
         pair = secrets.randbits(31)
         orders = [_compare(question, a, b), _compare(question, b, a)]
-        asking = (self._choose(one, "AB", item, pair) for one in orders)
+        asking = (self._choose(messages, "AB", item, pair) for messages in orders)
         # both are recorded, also if one fails
-        found: list[Any] = await asyncio.gather(*asking, return_exceptions=True)
-        for failure in found:
+        results: list[Any] = await asyncio.gather(*asking, return_exceptions=True)
+        for failure in results:
             if isinstance(failure, BaseException):
                 raise failure
         # one order that cannot decide leaves it to the other
-        gains = found[0]["A"] - found[0]["B"], found[1]["B"] - found[1]["A"]
+        gains = results[0]["A"] - results[0]["B"], results[1]["B"] - results[1]["A"]
         votes = sum((gain > 0) - (gain < 0) for gain in gains)
         return float(votes > 0) if votes else 0.5
 
@@ -137,33 +137,33 @@ class Judge:
         pair: int | None = None,
         **options: Any,
     ) -> Any:
-        asked: Messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        chat: Messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         for anew in (False, True):
             self._record.num_awaited += 1
             try:
-                reply = await self._client.ask(asked, anew, **options)
+                reply = await self._client.ask(conversation, anew, **options)
             except asyncio.CancelledError:
                 self._record.num_awaited += 1
                 raise
             finally:
                 self._record.num_awaited -= 1
-            found = None
-            told = reply.told
+            value = None
+            judgement = reply.judgement
             error = reply.error
-            if told.reply is not None:
+            if judgement.reply is not None:
                 try:
-                    found = understand(reply)
-                    verdict = orjson.dumps(found, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-                    told = msgspec.structs.replace(told, verdict=verdict)
+                    value = understand(reply)
+                    verdict = orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+                    judgement = msgspec.structs.replace(judgement, verdict=verdict)
                 except UNREADABLE as raised:
-                    said = f"{quote(told.reply)} ({type(raised).__name__}: {raised})"
-                    error = f"the reply of judge {self._client.name} cannot be read: {said}"
-                    if told.cached:
+                    problem = f"{quote(judgement.reply)} ({type(raised).__name__}: {raised})"
+                    error = f"the reply of judge {self._client.name} cannot be read: {problem}"
+                    if judgement.cached:
                         continue
-            self._record.judgements.append(msgspec.structs.replace(told, item=item, pair=pair))
+            self._record.judgements.append(msgspec.structs.replace(judgement, item=item, pair=pair))
             if not error:
-                return found
-            if told.reply is None:
+                return value
+            if judgement.reply is None:
                 break
         raise NotJudged(error)
 

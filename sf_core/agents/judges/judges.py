@@ -20,7 +20,9 @@ class Judges:
 
     def __init__(self, settings: Mapping[str, JudgeConfig], endpoints: Mapping[str, Endpoint]) -> None:
         """`endpoints` says where each judge is; an empty model is that which the server lists first."""
-        self._clients = {name: JudgeClient(name, one, endpoints[name]) for name, one in settings.items()}
+        self._clients = {
+            name: JudgeClient(name, config, endpoints[name]) for name, config in settings.items()
+        }
 
     async def __aenter__(self) -> Judges:
         for client in self._clients.values():

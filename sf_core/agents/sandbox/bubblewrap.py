@@ -59,10 +59,10 @@ def command_line(limits: SandboxLimits, words: Sequence[str], programs: Iterable
 
 def program() -> str:
     """Raises FileNotFoundError, one sentence, if there is none."""
-    found = shutil.which("bwrap")
-    if found is None:
+    program = shutil.which("bwrap")
+    if program is None:
         raise FileNotFoundError("bubblewrap is not installed on this host (Debian package: bubblewrap)")
-    return found
+    return program
 
 
 def python() -> str:
@@ -112,8 +112,8 @@ def _read_only(path: PurePath) -> list[str]:
 
 def _without_inner(paths: Iterable[str]) -> list[Path]:
     """The paths, sorted, without those below another of them."""
-    found: list[Path] = []
+    outermost: list[Path] = []
     for path in sorted(map(Path, paths)):
-        if not any(path.is_relative_to(other) for other in found):
-            found.append(path)
-    return found
+        if not any(path.is_relative_to(other) for other in outermost):
+            outermost.append(path)
+    return outermost

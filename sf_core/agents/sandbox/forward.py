@@ -104,11 +104,11 @@ async def _carry(connection: socket.socket, url: SplitResult) -> None:
 
 
 async def _pump(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[bytes], None] | None = None
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_data: Callable[[bytes], None] | None = None
 ) -> None:
     while data := await reader.read(CHUNK):
-        if look is not None:
-            look(data)
+        if on_data is not None:
+            on_data(data)
         writer.write(data)
         await writer.drain()
     if writer.can_write_eof():

@@ -40,18 +40,18 @@ def command_line(limits: SandboxLimits, words: Sequence[str], programs: Iterable
         options += [f"--ulimit={name}={limit}:{limit}"]
     for folder, mode in ((WORK, "0755"), ("/tmp", "1777")):
         options += ["--tmpfs", f"{folder}:rw,exec,nosuid,nodev,size={limits.disk_mb}m,mode={mode},U"]
-    for source, place in [(porter.__file__, PORTER), *((path, path) for path in (*limits.paths, *programs))]:
-        options += ["--volume", f"{source}:{place}:ro"]
+    for source, target in [(porter.__file__, PORTER), *((path, path) for path in (*limits.paths, *programs))]:
+        options += ["--volume", f"{source}:{target}:ro"]
     options += ["--preserve-fds=1", "--entrypoint="]
     return [*_HANDING_ON_STANDARD_INPUT, program(), "run", *options, str(limits.image), *words]
 
 
 def program() -> str:
     """Raises FileNotFoundError, one sentence, if there is none."""
-    found = shutil.which("podman")
-    if found is None:
+    program = shutil.which("podman")
+    if program is None:
         raise FileNotFoundError("podman is not installed on this host, but sandbox.image needs it")
-    return found
+    return program
 
 
 def python() -> str:

@@ -235,8 +235,8 @@ def start(
         finally:
             os._exit(127)
     os.close(telling)
-    with open(failure, "rb") as told:
-        reason = told.read()
+    with open(failure, "rb") as report:
+        reason = report.read()
     if reason:
         os.waitpid(pid, 0)
         raise OSError(f"{words[0]} cannot be started: {reason.decode()}")

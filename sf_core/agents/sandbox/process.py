@@ -53,7 +53,7 @@ def why_no_sandbox(image: str | None = None) -> str | None:
     ours.close()
     try:
         with _start(SandboxLimits(image=image), theirs, (), None) as process:
-            _, told = process.communicate(timeout=START_S)
+            _, errors = process.communicate(timeout=START_S)
     except FileNotFoundError as error:
         return str(error)
     except subprocess.TimeoutExpired:
@@ -63,11 +63,11 @@ def why_no_sandbox(image: str | None = None) -> str | None:
         return None
     if image is not None:
         return (
-            f"a sandbox of the image {image} cannot be created here ({_last_line(told)}): run `podman pull` "
-            "for this image first, and check that `podman run` can run its python3"
+            f"a sandbox of the image {image} cannot be created here ({_last_line(errors)}): run "
+            "`podman pull` for this image first, and check that `podman run` can run its python3"
         )
     return (
-        f"a sandbox cannot be created here ({_last_line(told)}): this user must be allowed to create user "
+        f"a sandbox cannot be created here ({_last_line(errors)}): this user must be allowed to create user "
         "namespaces, by `sysctl user.max_user_namespaces`, by AppArmor, and by the container if this host "
         "is a container"
     )
@@ -105,13 +105,13 @@ class SandboxProcess:
 
     async def ask(self, word: str, files: Sequence[int], timeout_s: float | None = None) -> str:
         """Have the porter do something with these files, which are closed here; returns what it answers."""
-        self.tell(word, files)
+        self.send(word, files)
         message, _ = await self._read_answer(timeout_s, max_files=0)
         if message.startswith("error "):
             raise SandboxError(f"error in the sandbox: {message.removeprefix('error ')}")
         return message
 
-    def tell(self, word: str, files: Sequence[int] = ()) -> None:
+    def send(self, word: str, files: Sequence[int] = ()) -> None:
         try:
             socket.send_fds(self._channel, [word.encode()], files)
         except OSError:
@@ -178,8 +178,8 @@ class SandboxProcess:
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
         with suppress(OSError, ValueError):
-            if said := _last_line(self._process.stderr.read() or b""):
-                return SandboxError(f"the sandbox has ended: {said}")
+            if last_line := _last_line(self._process.stderr.read() or b""):
+                return SandboxError(f"the sandbox has ended: {last_line}")
         return SandboxError("the sandbox has ended")
 
 
@@ -234,5 +234,5 @@ def _close(numbers: Iterable[int]) -> None:
         os.close(number)
 
 
-def _last_line(told: bytes) -> str:
-    return (told.decode(errors="replace").strip().splitlines() or [""])[-1][:500]
+def _last_line(output: bytes) -> str:
+    return (output.decode(errors="replace").strip().splitlines() or [""])[-1][:500]

@@ -98,7 +98,7 @@ class Sandbox:
         memory of each process, and the sandbox checks the sum over all processes."""
         if process.group is not None or limits.image is not None:
             self.limits_by = "cgroup"
-        _tell(self.limits_by)
+        _log_limits(self.limits_by)
         self._turn = asyncio.Lock()
 
     @property
@@ -169,7 +169,7 @@ class Sandbox:
 
 
 @cache
-def _tell(limits_by: str) -> None:
+def _log_limits(limits_by: str) -> None:
     log.info("memory and processes in sandboxes are limited by %s", limits_by)
 
 
@@ -182,7 +182,7 @@ class _Command:
         self._left = limits.output_mb * 2**20
         self.written = written or CommandOutput()
         takers = [self.written.on_output] if written is None else [written.on_output, written.on_error]
-        self._ears = [Ear(partial(self._hear, take)) for take in takers]
+        self._ears = [Ear(partial(self._hear, on_data)) for on_data in takers]
         self._ended_by: EndedBy | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -218,19 +218,19 @@ class _Command:
         for ear in self._ears:
             ear.close()
 
-    def _hear(self, take: Callable[[bytes], None], data: bytes) -> None:
+    def _hear(self, on_data: Callable[[bytes], None], data: bytes) -> None:
         self._left -= len(data)
         if self._left < 0:
             self._stop("output")
         else:
-            take(data)
+            on_data(data)
 
     def _stop(self, reason: EndedBy) -> None:
         if self._ended_by is None:
             self._ended_by = reason
             # one that has ended meanwhile has ended the command too
             with suppress(SandboxError):
-                self._process.tell("kill")
+                self._process.send("kill")
             self._after(KILL_S, self._process.kill)
 
     def _after(self, delay_s: float, function: Callable[..., None], *args: Any) -> None:
@@ -248,28 +248,28 @@ async def _pipe_to(ear: Ear) -> int:
     return writing
 
 
-def _parse_end(told: str) -> tuple[int, EndedBy]:
+def _parse_end(report: str) -> tuple[int, EndedBy]:
     try:
-        word, status, ended_by = told.split()
+        word, status, ended_by = report.split()
         if word == "ended" and ended_by in get_args(EndedBy):
             return int(status), cast(EndedBy, ended_by)
     except ValueError:
         pass
-    raise SandboxError(f"the sandbox sent an invalid answer: {told!r:.100}")
+    raise SandboxError(f"the sandbox sent an invalid answer: {report!r:.100}")
 
 
 def _files(folder: int) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     left = MAX_FILES_BYTES
     try:
         for name, file in files_below(folder):
-            found[name] = file.read(left + 1)
-            left -= len(found[name])
+            files[name] = file.read(left + 1)
+            left -= len(files[name])
             if left < 0:
                 raise SandboxError(f"the files in the sandbox are over the limit of {MAX_FILES_BYTES} bytes")
     except TooManyFilesError as error:
         raise SandboxError(f"the work folder of the sandbox has {error}") from None
-    return found
+    return files
 
 
 def _as_bytes(text: str | bytes) -> bytes:

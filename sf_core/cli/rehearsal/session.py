@@ -124,7 +124,7 @@ async def _try(config: RunConfig, task: Task) -> _Failure | str:
                 raise
             function: dict[str, Callable[..., Any] | None] = {"reward": reward, "prepare": None}
             sentence = PhaseError(name_phase(work.phase), error, function.get(work.phase, agent)).sentence()
-            certain = is_certain(error, policy.num_answers > 0) and work.told != "time"
+            certain = is_certain(error, policy.num_answers > 0) and work.cause != "time"
             if work.phase == "reward":
                 certain = is_certain_of_scoring(error, agent, reward, answer)
             return _Failure(sentence, f"{type(error).__name__} {own_place(error)}", certain)
