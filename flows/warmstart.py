@@ -63,12 +63,12 @@ def warm_up(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> None:
     per_iteration = OpenRun(warm).config.train.minibatches
     steps = config.policy.warm_steps
     for number in iterations_left(warm):
-        shown = submit(demonstrate, warm, number)
+        demonstrations = submit(demonstrate, warm, number)
         gang = Gang(warm, number, trainers)
         trained = False
         while not trained:
-            gang.submit(wait_for=[shown])
-            result_of(shown, f"demonstrations of iteration {number}", patience_s)
+            gang.submit(wait_for=[demonstrations])
+            result_of(demonstrations, f"demonstrations of iteration {number}", patience_s)
             trained = gang.has_committed()
         remove_spare(warm, number + 1)
         loss = OpenRun(warm).directory.read_committed(number, "train").data["loss"]

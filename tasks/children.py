@@ -66,14 +66,14 @@ def start_child(
     child is ended with the thread that started it."""
     with get_client(sync_client=True) as client:
         parent = UUID(flow_run.id)
-        place = Task(name=str(config.run_id), fn=flow.fn)
-        below = client.create_task_run(place, parent, dynamic_key=str(uuid4()), state=Pending())
+        task = Task(name=str(config.run_id), fn=flow.fn)
+        task_run = client.create_task_run(task, parent, dynamic_key=str(uuid4()), state=Pending())
         made = client.create_flow_run(
             flow,
             name=str(config.run_id),
             parameters={"config": config.model_dump(mode="json")},
             tags=flow_run.tags,
-            parent_task_run_id=below.id,
+            parent_task_run_id=task_run.id,
         )
     log = Path(RunDirectory(config.run_dir).local_dir, "logs", f"flow-{flow.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)

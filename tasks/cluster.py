@@ -80,9 +80,9 @@ class TaggedTaskRunner(DaskTaskRunner):
         """Like DaskTaskRunner.submit for tasks that are no coroutines, but with less to serialise: flow and
         task by name, the context of the flow once, and a key that does not hash all arguments."""
         task_run_id = uuid4()
-        known = dependencies or {}
+        known_dependencies = dependencies or {}
         inputs = {
-            name: collect_task_run_inputs_sync(value, future_cls=Future) | known.get(name, set())
+            name: collect_task_run_inputs_sync(value, future_cls=Future) | known_dependencies.get(name, set())
             for name, value in parameters.items()
         }
         assets = AssetContext.from_task_and_inputs(task, task_run_id, inputs, copy_to_child_ctx=True)
@@ -113,22 +113,22 @@ class _Named:
     decorator has replaced in its module, with everything that the code refers to."""
 
     def __init__(self, module: str, name: str) -> None:
-        self._place = module, name
+        self._module_and_name = module, name
 
     def __reduce__(self) -> tuple[Callable[[str, str], Any], tuple[str, str]]:
-        return _find, self._place
+        return _find, self._module_and_name
 
 
 def _find(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _by_name(found: Any) -> Any:
+def _by_name(task: Any) -> Any:
     """A task or flow as a reference, if its module has it under its name."""
-    module = found.fn.__module__
-    name = found.fn.__name__
-    is_there = module != "__main__" and getattr(sys.modules.get(module), name, None) is found
-    return _Named(module, name) if is_there else found
+    module = task.fn.__module__
+    name = task.fn.__name__
+    is_there = module != "__main__" and getattr(sys.modules.get(module), name, None) is task
+    return _Named(module, name) if is_there else task
 
 
 def scheduler_address() -> str:
@@ -186,9 +186,9 @@ def submit(task: Task[..., Any], *args: Any, worker: str | None = None, **option
         return cast(TaskFuture, task.submit(*args, **options))
 
 
-def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:
+def result_of(future: PrefectFuture[R], awaited: str, timeout_s: float) -> R:
     """Result of a task. Raises the task's error, or TimeoutError that says what was waited for."""
-    with waiting_for(what, timeout_s) as wait:
+    with waiting_for(awaited, timeout_s) as wait:
         is_waiting.set()
         try:
             return future.result(timeout=timeout_s)

@@ -19,17 +19,17 @@ from sf_core.config.yaml_file import describe_differences, merge_sections
 from sf_core.reports.log_lines import tell
 
 
-def over_deployed(given: Any) -> Any:
+def over_deployed(settings_of_run: Any) -> Any:
     """The settings given to this flow run, completed by those of its deployment; differences from the
     deployment are logged. Settings that are validated already are returned unchanged."""
-    if not isinstance(given, Mapping):
-        return given
+    if not isinstance(settings_of_run, Mapping):
+        return settings_of_run
     if (deployment_id := deployment.id) is None:
-        return unfold(given)
+        return unfold(settings_of_run)
     with get_client(sync_client=True) as client:
         deployed = client.read_deployment(deployment_id)
     settings = unfold(deployed.parameters.get("config") or {})
-    merged = merge_sections(settings, unfold(given))
+    merged = merge_sections(settings, unfold(settings_of_run))
     if changed := describe_differences(settings, merged):
         sentence = f"settings as in the deployment {deployed.name}, except for {', '.join(changed)}"
         tell(sentence, flow_run_id=flow_run.id)

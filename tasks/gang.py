@@ -52,8 +52,8 @@ class Gang:
         rank is ahead of the next lease in its worker's queue, so it gets the device directly. The process of
         a worker whose rank has not begun in time is killed, because its device is not yielded."""
         plan = self._plan
-        what = f"devices to begin training of iteration {self._iteration}"
-        with waiting_for(what, plan.yield_s) as waited:
+        awaited = f"devices to begin training of iteration {self._iteration}"
+        with waiting_for(awaited, plan.yield_s) as waited:
             self._revoke(plan.take_devices(lent, _addresses()))
             while late := plan.late(self._find_begun(), _addresses()):
                 waited.reason = f"{', '.join(late)} have not freed their devices yet"
@@ -112,26 +112,26 @@ class Gang:
 
     def _await_ranks(self) -> None:
         """Wait until all ranks have ended, or those that have not are given up."""
-        what = f"training of iteration {self._iteration} on {', '.join(self._plan.workers)}"
-        with waiting_for(what, self._run.config.cluster.stage_timeout_s) as waited:
+        awaited = f"training of iteration {self._iteration} on {', '.join(self._plan.workers)}"
+        with waiting_for(awaited, self._run.config.cluster.stage_timeout_s) as waited:
             while running := [f.wrapped_future for f in self._ranks.values() if not f.wrapped_future.done()]:
                 waited.check()
-                look = self._plan.look(time.monotonic(), _addresses(), self._ends())
-                waited.reason = f"not connected: {', '.join(look.away)}" if look.away else ""
-                if look.fence:
+                state = self._plan.look(time.monotonic(), _addresses(), self._ends())
+                waited.reason = f"not connected: {', '.join(state.away)}" if state.away else ""
+                if state.fence:
                     self._files.end()
-                if look.give_up:
+                if state.give_up:
                     break
-                if look.restarted:
+                if state.restarted:
                     with suppress(*UNANSWERED):
-                        self._revoke_on(look.restarted)
+                        self._revoke_on(state.restarted)
                 with suppress(TimeoutError), running[0].client.as_current():
                     wait(running, timeout=LOOK_S, return_when="FIRST_COMPLETED")
 
     def _choose_again(self) -> None:
         """Wait while the workers that could train instead are too few."""
-        what = f"workers to train iteration {self._iteration}"
-        with waiting_for(what, self._run.config.cluster.stage_timeout_s) as waited:
+        awaited = f"workers to train iteration {self._iteration}"
+        with waiting_for(awaited, self._run.config.cluster.stage_timeout_s) as waited:
             while True:
                 try:
                     return self._plan.choose_again(list_connected(dask_client()).values())

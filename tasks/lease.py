@@ -97,7 +97,7 @@ class Leases:
         begun = self._release()
         self._follow()
         deadline = time.monotonic() + RELEASED_S
-        for lease_id in self._leases.to_await(begun):
+        for lease_id in self._leases.ids_to_await(begun):
             self._futures[lease_id].wait(timeout=max(0.0, deadline - time.monotonic()))
             if not self._futures[lease_id].wrapped_future.done():
                 log.warning("lease %s was released but did not end", lease_id)
@@ -120,7 +120,9 @@ class Leases:
             ended = {lease_id: end_of(future) for lease_id, future in self._futures.items()}
             connected = list_connected(dask_client())
             self._leases.observe(time.monotonic(), connected.values(), ended)
-            for sentence in self._losses.look(connected, self._leases.plan, self._leases.list_holders()):
+            for sentence in self._losses.describe_losses(
+                connected, self._leases.plan, self._leases.list_holders()
+            ):
                 warn(sentence)
             for lease_id in self._futures.keys() - self._leases.list_unsettled():
                 del self._futures[lease_id]

@@ -81,7 +81,7 @@ class Page:
         self._renewed_at = float("-inf")
         self._reported_at = time.monotonic()
         self._waits_shown: list[Facts] | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """Kinds of concerns that the log has a line about."""
         self._is_over = threading.Event()
 
@@ -95,7 +95,7 @@ class Page:
 
     def iteration_is_through(self, number: int) -> None:
         """Log a line about the iteration and what is new to worry about, and show it on the page soon."""
-        self._soon(self._tell, number)
+        self._soon(self._log, number)
         self._show(number)
 
     def _tell_untold(self, first: int) -> None:
@@ -105,15 +105,15 @@ class Page:
             mine = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[self._flow_run_id]))
             lines = client.read_logs(mine, limit=RECENT_LINES, sort=LogSort.TIMESTAMP_DESC)
         for number in find_untold((line.message for line in lines), first):
-            self._tell(number)
+            self._log(number)
 
-    def _tell(self, number: int) -> None:
+    def _log(self, number: int) -> None:
         view = RunView(self._run.directory)
         config = self._run.config
         tell(describe_iteration(view, number, config.train.iterations))
         for kind, sentence in concerns_of(view, number, config).items():
-            if kind not in self._told:
-                self._told.add(kind)
+            if kind not in self._reported:
+                self._reported.add(kind)
                 tell(f"iteration {number}: {sentence}")
 
     def _show(self, number: int) -> None:
@@ -174,10 +174,10 @@ class Page:
                     key=ArtifactFilterKey(any_=[key]),
                     flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]),
                 )
-                found = client.read_artifacts(artifact_filter=mine)
-                if not found:
+                artifacts = client.read_artifacts(artifact_filter=mine)
+                if not artifacts:
                     new = ArtifactCreate(key=key, type=KEYS[key], data=data, flow_run_id=self._flow_run_id)
                     self._artifacts[key] = client.create_artifact(new).id
                     return
-                self._artifacts[key] = found[0].id
+                self._artifacts[key] = artifacts[0].id
             client.update_artifact(self._artifacts[key], ArtifactUpdate(data=data))

@@ -41,13 +41,13 @@ class RetrySoon:
         self._told_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def tell(message: Message) -> None:
+        async def send_once(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 503:
                 header = b"retry-after", f"{self._retry_after_s():.1f}".encode()
                 message["headers"] = [*message["headers"], header]
             await send(message)
 
-        await self._app(scope, receive, tell)
+        await self._app(scope, receive, send_once)
 
     def _retry_after_s(self) -> float:
         now = self._now()
@@ -199,10 +199,10 @@ class RefuseSecondReport(FlowRunOrchestrationRule):
 
     async def before_transition(self, initial_state: Any, proposed_state: Any, context: Any) -> None:
         queue = context.run.work_queue
-        said = proposed_state.message or ""
+        message = proposed_state.message or ""
         # workers of other pools report a crash only in this way
         is_ours = OURS in context.run.tags and queue is not None and queue.work_pool.type == "process"
-        if is_ours and said.startswith("Flow run infrastructure exited with"):
+        if is_ours and message.startswith("Flow run infrastructure exited with"):
             await self.abort_transition("The worker has reported this crash before.")
 
 

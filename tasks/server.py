@@ -32,15 +32,15 @@ def setup(client: SyncPrefectClient, pool: str, retries: int, silence_s: float) 
 
     retries: bound for one flow run. silence_s: seconds without a heartbeat after which a run has crashed."""
     lines = [_put_pool(client, pool)]
-    for wanted in (crash_silent_runs(silence_s), retry_crashed_runs(pool, retries)):
-        found = client.read_automations_by_name(wanted.name)
-        if not found:
-            client.create_automation(wanted)
-        elif not _is(found[0], wanted):
+    for automation in (crash_silent_runs(silence_s), retry_crashed_runs(pool, retries)):
+        existing = client.read_automations_by_name(automation.name)
+        if not existing:
+            client.create_automation(automation)
+        elif not _is(existing[0], automation):
             # an update sends only fields that were set; defaults such as the types of actions were not
-            complete = AutomationCore.model_validate(wanted.model_dump(exclude={"owner_resource"}))
-            client.update_automation(found[0].id, complete)
-        lines.append(f"automation {wanted.name!r}: {wanted.description}")
+            complete = AutomationCore.model_validate(automation.model_dump(exclude={"owner_resource"}))
+            client.update_automation(existing[0].id, complete)
+        lines.append(f"automation {automation.name!r}: {automation.description}")
     return lines
 
 
@@ -98,11 +98,11 @@ def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
     )
 
 
-def _is(found: Automation, wanted: AutomationCore) -> bool:
+def _is(existing: Automation, wanted: AutomationCore) -> bool:
     """Whether the automation exists as wanted. Rewriting it would reset the silences that it is measuring: a
     run that is lost already would never be found."""
     ours = AutomationCore.model_fields.keys() - {"owner_resource"}
-    return all(getattr(found, name) == getattr(wanted, name) for name in ours)
+    return all(getattr(existing, name) == getattr(wanted, name) for name in ours)
 
 
 def _put_pool(client: SyncPrefectClient, name: str) -> str:

@@ -49,8 +49,8 @@ class SweepPage:
         )
         with get_client(sync_client=True) as client:
             # a flow run that is retried has it already
-            if found := client.read_artifacts(artifact_filter=mine):
-                client.update_artifact(found[0].id, ArtifactUpdate(data=text))
+            if artifacts := client.read_artifacts(artifact_filter=mine):
+                client.update_artifact(artifacts[0].id, ArtifactUpdate(data=text))
             else:
                 client.create_artifact(
                     ArtifactCreate(key=KEY, type="markdown", data=text, flow_run_id=self._flow_run_id)

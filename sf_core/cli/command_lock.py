@@ -14,7 +14,7 @@ class HeldError(ValueError):
     """Another command works in the folder; the message says which, and what to do."""
 
 
-def hold(run: RunDirectory) -> FileLock:
+def lock_run(run: RunDirectory) -> FileLock:
     """Lock the run's local folder, which exists. Raises HeldError."""
     another = "to start a new run instead, add --set run_id=NAME"
     return hold_folder(Path(run.local_dir), f"run {run.run_id}", another)

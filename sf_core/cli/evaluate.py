@@ -52,10 +52,10 @@ class MeasuredResult:
         return Group(Text("\n".join(lines)), table, Text(f"kept in {self.file}"))
 
 
-def _describe(one: Measured) -> str:
-    low, high = one.interval
-    solved = ", ".join(f"pass@{k} {share:.3f}" for k, share in one.solved.items())
-    return f"version {one.version}: reward {one.reward:.3f} (95 %: {low:.3f} to {high:.3f}), {solved}"
+def _describe(version: Measured) -> str:
+    low, high = version.interval
+    solved = ", ".join(f"pass@{k} {share:.3f}" for k, share in version.solved.items())
+    return f"version {version.version}: reward {version.reward:.3f} (95 %: {low:.3f} to {high:.3f}), {solved}"
 
 
 def is_plain(version: int | None, against: int | None, prompts: Path | None, changes: Sequence[str]) -> bool:
@@ -77,15 +77,15 @@ def evaluate_apart(
     if prompts is not None:
         changes = [*_name_prompts(prompts.resolve()), *changes]
     versions = [version] if against is None else [version, against]
-    measured = [open_measurement(run, one, changes) for one in versions]
-    for one in measured:
-        if not one.is_done:
-            one.begin()
-            measure(one.config)
-        one.end()
-    uris = [one.directory.uri for one in measured]
+    measurements = [open_measurement(run, measurement, changes) for measurement in versions]
+    for measurement in measurements:
+        if not measurement.is_done:
+            measurement.begin()
+            measure(measurement.config)
+        measurement.end()
+    uris = [measurement.directory.uri for measurement in measurements]
     comparison = compare(uris[0], uris[1] if against is not None else None, changes)
-    name = "-against-".join(one.directory.run_id for one in measured)
+    name = "-against-".join(measurement.directory.run_id for measurement in measurements)
     return MeasuredResult(comparison, write_comparison(RunDirectory(run).measured_dir, name, comparison))
 
 

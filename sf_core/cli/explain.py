@@ -13,7 +13,7 @@ from sf_core.config import RunConfig
 from sf_core.models.pretrained.needed_weights import UnknownModelError
 from sf_core.pictures.sight import read_sight
 from sf_core.reports.tables import make_table
-from sf_core.scheduling.cluster import find_workers, scheduler_of, tell_holders, workers_here
+from sf_core.scheduling.cluster import describe_holders, find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import (
     COMPUTING,
     Plan,
@@ -55,11 +55,11 @@ class RunPlan:
     """Sentences with their subjects."""
 
     def as_table(self) -> RenderableType:
-        shown = make_table()
-        shown.show_header = False
+        details = make_table()
+        details.show_header = False
         for subject, text in self.facts:
-            shown.add_row(subject, Text(text))
-        return Group(_table(self.workers, self.plan, self.config), Text(), shown)
+            details.add_row(subject, Text(text))
+        return Group(_table(self.workers, self.plan, self.config), Text(), details)
 
     def as_data(self) -> dict[str, Any]:
         """The JSON document of `sf plan --json`."""
@@ -103,8 +103,8 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
 
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler."""
     sizes = PolicySizes.of(config)
-    takes = bytes_of_two_workers(sizes)
-    workers = find_workers(config, scheduler, takes)
+    worker_bytes = bytes_of_two_workers(sizes)
+    workers = find_workers(config, scheduler, worker_bytes)
     plan = make_plan(workers, config)
     check_memory(sizes, workers)
     facts = [("pipeline", _pipeline(workers, plan, config)), ("lag bound", _lag(config))]
@@ -118,7 +118,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
     if config.rollout.outside_groups:
         facts.append(("outside", _outside(plan, config)))
     facts += explain_sizes(config, sizes).items()
-    if scheduler is None and (duration := Estimate(config, sizes).tell()):
+    if scheduler is None and (duration := Estimate(config, sizes).describe()):
         facts.append(("time", duration))
     facts += ((f"judge {name}", _judge(name, plan, config)) for name in config.environment.judges)
     warned = (describe_lack(config, sizes), *foresee(config), *warn_of_rates(config, sizes))
@@ -130,20 +130,20 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
         facts.append(("unknown", f"the devices of {', '.join(unknown)}; {hint}"))
     address = scheduler or scheduler_of(config)
     if address is None:
-        facts.append(("devices", _devices(config, takes)))
-    if address and (held := tell_holders(address, config.run_id)):
-        facts.append(("held", f"{held}; a run that starts now waits for them"))
+        facts.append(("devices", _devices(config, worker_bytes)))
+    if address and (holders := describe_holders(address, config.run_id)):
+        facts.append(("held", f"{holders}; a run that starts now waits for them"))
     return RunPlan(config, workers, plan, sizes, facts)
 
 
-def _devices(config: RunConfig, takes: int) -> str:
+def _devices(config: RunConfig, worker_bytes: int) -> str:
     """The device of each worker that computes, if the run starts them here."""
     computing = COMPUTING
     if config.environment.served_judges:
         computing = COMPUTING | {"reward"}
     devices = [
         f"{name} {worker.device}"
-        for name, worker in workers_here(config, takes).items()
+        for name, worker in workers_here(config, worker_bytes).items()
         if computing.intersection(worker.tags)
     ]
     return f"{', '.join(devices)}; all other workers use the CPU"
@@ -151,13 +151,13 @@ def _devices(config: RunConfig, takes: int) -> str:
 
 def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:
     table = make_table()
-    known = any(worker.device is not None for worker in workers)
-    for name in ("worker", "tags", *(("device", "train_priority") if known else ())):
+    some_device = any(worker.device is not None for worker in workers)
+    for name in ("worker", "tags", *(("device", "train_priority") if some_device else ())):
         table.add_column(name, no_wrap=name == "train_priority")
     table.add_column("duty, and why", overflow="fold")
     for worker in sorted(workers, key=lambda w: w.name):
         cells = [worker.name, " ".join(sorted(worker.tags))]
-        if known:
+        if some_device:
             cells += _figures(worker, config)
         cells.append(_duty(worker, workers, plan, config))
         table.add_row(*(Text(cell) for cell in cells))

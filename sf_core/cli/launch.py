@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from sf_core.cli.arguments.services import check_services
-from sf_core.cli.command_lock import HeldError, hold
+from sf_core.cli.command_lock import HeldError, lock_run
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.cli.rehearsal.check import check_first_task
 from sf_core.cli.runnable import check_surroundings
@@ -79,27 +79,27 @@ def launch(
     config = config.model_copy(update={"run_id": name, "storage": storage})
     directory = RunDirectory(config.run_dir)
     check_writable(config.storage.root)
-    tell = partial(console.print, soft_wrap=True)
+    report = partial(console.print, soft_wrap=True)
     try:
         if flow == "evaluate":
-            evaluation = open_evaluation(config, tell)
+            evaluation = open_evaluation(config, report)
             if evaluation.measured is not None:
                 return
             config = evaluation.config
         else:
             # first: the caller may ask for more iterations than are done
-            config = settle_config(config, tell)
+            config = settle_config(config, report)
             if is_finished(RunView(directory), config.train.iterations):
                 more = "to continue it, raise train.iterations; to start a new run, set another run_id"
-                tell(f"run {name} is already finished; {more}")
+                report(f"run {name} is already finished; {more}")
                 return _print_result(directory, config, console)
         check_services(config)
         scheduler = scheduler_of(config)
         if scheduler:
-            await_plan(scheduler, config, tell)
+            await_plan(scheduler, config, report)
         sizes = PolicySizes.of(config)
-        takes = bytes_of_two_workers(sizes)
-        workers = find_workers(config, takes=takes)
+        worker_bytes = bytes_of_two_workers(sizes)
+        workers = find_workers(config, worker_bytes=worker_bytes)
         if not scheduler:
             make_plan(workers, config)
         check_memory(sizes, workers)
@@ -114,19 +114,19 @@ def launch(
     check_surroundings(config)
     if rehearses:
         try:
-            check_first_task(config, tell)
+            check_first_task(config, report)
         except ValueError as error:
             raise LaunchError(str(error)) from None
     local.mkdir(parents=True, exist_ok=True)
     try:
-        lock = hold(directory)
+        lock = lock_run(directory)
     except HeldError as error:
         raise LaunchError(str(error)) from None
     where = directory.uri if directory.is_local else f"{directory.uri}, logs in {local / 'logs'}"
     console.print(Text.assemble("run ", (name, "bold"), f" in {where}"), soft_wrap=True)
     for subject in ("memory", "disk"):
         if subject in explained:
-            tell(f"{subject}: {explained[subject]}")
+            report(f"{subject}: {explained[subject]}")
     env = {"SF_STARTED_AT": str(started_at)}
     if not (engine_kind(config).needs_torch or trainer_kind(config).computes_weights):
         env["SF_EMULATED"] = "1"
@@ -134,7 +134,7 @@ def launch(
         if scheduler_of(config) is not None:
             stack.stop_s = FREED_S
         try:
-            _run(flow, config, takes, stack, ended, local, console, estimate)
+            _run(flow, config, worker_bytes, stack, ended, local, console, estimate)
         except StackError as error:
             raise LaunchError(str(error)) from None
         except KeyboardInterrupt:
@@ -143,13 +143,13 @@ def launch(
     if flow == "train":
         _print_result(directory, config, console)
     elif says_result:
-        tell(evaluation.describe())
+        report(evaluation.describe())
 
 
 def _run(
     flow: str,
     config: RunConfig,
-    takes: int,
+    worker_bytes: int,
     stack: Supervisor,
     ended: ExitStack,
     local: Path,
@@ -160,11 +160,11 @@ def _run(
     dataplane = config.dataplane.url or dataplane_url()
     with _progress(console, config.train.iterations) as progress:
         if started := name_started(prefect_api_url(), scheduler_of(config), dataplane):
-            progress.note(f"starting {started}")
+            progress.show_status(f"starting {started}")
         ready = start_services(
             stack,
             local,
-            workers_here(config, takes),
+            workers_here(config, worker_bytes),
             api=prefect_api_url(),
             scheduler=scheduler_of(config),
             dataplane=dataplane,
@@ -172,11 +172,11 @@ def _run(
         services = ready()
         if dataplane is None:
             ended.callback(_note_end, config, services.dataplane)
-        progress.note(f"watch it at {services.api.removesuffix('/api')}")
-        if estimate is not None and (told := estimate.tell()):
-            progress.note(told)
+        progress.show_status(f"watch it at {services.api.removesuffix('/api')}")
+        if estimate is not None and (duration := estimate.describe()):
+            progress.show_status(duration)
         if config.rollout.outside_groups:
-            progress.note(f"agents outside find the data plane at {services.dataplane}")
+            progress.show_status(f"agents outside find the data plane at {services.dataplane}")
         file = local / "flow.json"
         write_atomic(str(file), config.model_dump_json().encode())
         # addresses are not in the stored configuration: the next attempt may have others
@@ -192,7 +192,9 @@ def _run(
         lost: list[str] = []
         for _ in range(FLOW_STARTS):
             if lost:
-                progress.note(f"{', '.join(lost)} ended, and the flow failed with it; both are restarted")
+                progress.show_status(
+                    f"{', '.join(lost)} ended, and the flow failed with it; both are restarted"
+                )
                 ready()
             failure, lost = _run_once(part, stack, watch)
             if not (failure and lost):
@@ -258,7 +260,7 @@ def _watch(
         if code is not None:
             return code
         with suppress(httpx.HTTPError, DataplaneError):
-            progress.update(client.status(), held_out.look())
+            progress.update(client.status(), held_out.refresh())
         time.sleep(0.4)
 
 
@@ -366,9 +368,9 @@ def describe_tokens(summary: Mapping[str, Any]) -> str:
     """How many tokens a run has sampled, and how fast if that is known."""
     sampled = summary["tokens_sampled"]
     sealed = summary["tokens_generated"]
-    shown = f"{sampled:,} sampled, {sealed:,} of them in sessions that count"
+    counts = f"{sampled:,} sampled, {sealed:,} of them in sessions that count"
     speed = summary["tokens_per_second"]
-    return shown if speed is None else f"{shown}, {speed:,.0f} per second"
+    return counts if speed is None else f"{counts}, {speed:,.0f} per second"
 
 
 def _causes(shares: Mapping[str, float]) -> str:

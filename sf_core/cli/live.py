@@ -48,7 +48,7 @@ class RunProgress:
         self._groups = self._bars.add_task("groups", total=None, note="")
         self._line = Text()
 
-    def note(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         self._bars.update(self._iterations, note=text)
 
     def update(self, status: RunStatus, held_out: Mapping[int, float]) -> None:
@@ -94,21 +94,21 @@ class LineProgress:
         self._is_served = False
         self._waits_since: float | None = None
 
-    def note(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         self._console.print(f"{clock(time.time())}  {text}", soft_wrap=True)
 
     def update(self, status: RunStatus, held_out: Mapping[int, float]) -> None:
         self._is_served = True
         wait = status.get("wait")
         if wait and wait["since"] != self._waits_since:
-            self.note(f"waiting since {clock(wait['since'])} for {wait['what']}")
+            self.show_status(f"waiting since {clock(wait['since'])} for {wait['what']}")
             self._waits_since = wait["since"]
 
     def hear(self, line: str) -> None:
         """Print the progress or the wait in a line of the flow's log. Once the data plane serves the run, its
         status replaces the flow's lines about waits."""
-        if (found := _LOGGED.match(line)) and (found["by"] == log_lines.__name__ or not self._is_served):
-            self.note(found["told"])
+        if (logged := _LOGGED.match(line)) and (logged["by"] == log_lines.__name__ or not self._is_served):
+            self.show_status(logged["told"])
 
 
 _LOGGED = re.compile(
@@ -146,19 +146,19 @@ class HeldOutRewards:
         self._run = RunDirectory(config.run_dir)
         self._due = [*range(0, config.train.iterations, config.evaluate.every), config.train.iterations]
         """The versions to evaluate, in order."""
-        self._found: dict[int, float] = {}
+        self._rewards: dict[int, float] = {}
         self._looked_at = float("-inf")
 
-    def look(self) -> Mapping[int, float]:
+    def refresh(self) -> Mapping[int, float]:
         """The rewards known so far. Reads manifests, at most once every `LOOK_S`."""
         if time.monotonic() - self._looked_at >= LOOK_S:
             # a storage failure or a broken manifest only delays the display; the run itself reports it
             with suppress(OSError, ValueError):
                 view = RunView(self._run)
-                while found := view.read_held_out(self._due[len(self._found) :][:1]):
-                    self._found |= found
+                while rewards := view.read_held_out(self._due[len(self._rewards) :][:1]):
+                    self._rewards |= rewards
             self._looked_at = time.monotonic()
-        return self._found
+        return self._rewards
 
 
 def _reasons(status: RunStatus) -> str:

@@ -314,8 +314,8 @@ def plan(
     settings = _config(config, overrides)
     check_scheduler(settings, scheduler)
     check_held_out(settings)
-    found = explain_plan(settings, scheduler=scheduler)
-    print_json(found.as_data()) if as_json else console.print(found.as_table())
+    explanation = explain_plan(settings, scheduler=scheduler)
+    print_json(explanation.as_data()) if as_json else console.print(explanation.as_table())
 
 
 def _config(files: Sequence[Path], overrides: list[str] | None) -> RunConfig:
@@ -368,12 +368,12 @@ def main() -> None:
     # commands that need the user's modules add the user's folders
     import_from([])
     try:
-        here = Path.cwd()
+        folder = Path.cwd()
     except FileNotFoundError:
         say_error("the current folder does not exist any more: run the command in another folder")
         sys.exit(2)
     if STARTING.intersection(sys.argv[1:2]) and not {"--help", "-h"}.intersection(sys.argv):
-        if is_another_copy(here):
+        if is_another_copy(folder):
             errors.print(f"note: this folder has a copy of SeamlessFlow, but {ROOT} runs", soft_wrap=True)
         try:
             check_proxies()

@@ -187,5 +187,5 @@ def _hub_errors(repo: str) -> Iterator[None]:
 
 def _line(error: BaseException) -> str:
     """The first line of an error, without the mark at its end."""
-    told = str(error).strip().splitlines()
-    return (told[0] if told else type(error).__name__).rstrip(".: ")
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".: ")

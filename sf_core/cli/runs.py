@@ -147,15 +147,15 @@ def gc(
     for run in runs:
         try:
             check_not_linked(run, where)
-            found = find_spares(run, keep)
+            spares = find_spares(run, keep)
         except ValueError as error:
             if len(runs) == 1:
                 raise
             warn(f"skipped: {error}")
             continue
         if not as_json:
-            _print_spares(run.run_id, found)
-        for spare in found:
+            _print_spares(run.run_id, spares)
+        for spare in spares:
             if yes:
                 spare.remove()
             spared.append({"run": run.run_id, "kind": spare.kind, "name": spare.name, "bytes": spare.bytes})
@@ -202,8 +202,8 @@ def report(
     _check_folder(output)
     if output is not None:
         output = follow(output)
-    one = runs[0] if len(runs) == 1 else None
-    written = write_report(one, output, max_mb) if one else write_comparison_page(runs, output)
+    single_run = runs[0] if len(runs) == 1 else None
+    written = write_report(single_run, output, max_mb) if single_run else write_comparison_page(runs, output)
     if stream_number(written) is None:
         tell(written)
 
@@ -270,15 +270,15 @@ def replay(
     raise typer.Exit(1)
 
 
-def _print_spares(run_id: str, found: Sequence[Spare]) -> None:
+def _print_spares(run_id: str, spares: Sequence[Spare]) -> None:
     """A line for each kind of things that can be removed."""
-    for kind, group in groupby(found, key=lambda spare: spare.kind):
+    for kind, group in groupby(spares, key=lambda spare: spare.kind):
         spares = [*group]
-        what = "unfinished uploads of " if kind == "upload" else ""
+        description = "unfinished uploads of " if kind == "upload" else ""
         first = spares[0].name
         last = spares[-1].name.rpartition("/")[2]
         names = first if len(spares) == 1 else f"{first} to {last} ({len(spares)} items)"
-        console.print(f"{run_id}  {what}{names}  {_megabytes(sum(spare.bytes for spare in spares))}")
+        console.print(f"{run_id}  {description}{names}  {_megabytes(sum(spare.bytes for spare in spares))}")
 
 
 def _check_folder(file: str | None) -> None:

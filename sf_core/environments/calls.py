@@ -33,8 +33,8 @@ def check_call(
         signature.bind(*arguments, **dict.fromkeys(named))
     except TypeError as error:
         called = ", ".join([*arguments, *named])
-        told = f"{add_place(source, function)} takes {signature}, but is called with ({called})"
-        raise ValueError(f"{told}: {error}") from None
+        mismatch = f"{add_place(source, function)} takes {signature}, but is called with ({called})"
+        raise ValueError(f"{mismatch}: {error}") from None
 
 
 def require_tasks(function: Callable[..., Any], source: str) -> Callable[..., Task]:
@@ -43,46 +43,46 @@ def require_tasks(function: Callable[..., Any], source: str) -> Callable[..., Ta
 
     @functools.wraps(function)
     def tasks(split: str, index: int, *part: str) -> Task:
-        given = function(split, index, *part)
-        if fault := _fault_of(given):
-            asked = ", ".join([f'"{split}"', str(index), *(f'"{name}"' for name in part)])
-            raise NoTaskError(f"{add_place(source, function)} called with ({asked}) returned {fault}")
-        return cast(Task, given)
+        returned = function(split, index, *part)
+        if fault := _fault_of(returned):
+            call = ", ".join([f'"{split}"', str(index), *(f'"{name}"' for name in part)])
+            raise NoTaskError(f"{add_place(source, function)} called with ({call}) returned {fault}")
+        return cast(Task, returned)
 
     return tasks
 
 
-def _fault_of(given: Any) -> str:
+def _fault_of(returned: Any) -> str:
     """What was returned in place of a task, and what must be; empty if it is a task."""
-    if inspect.iscoroutine(given):
-        given.close()
+    if inspect.iscoroutine(returned):
+        returned.close()
         return f"a coroutine: the function must not be async, and must return {A_TASK}"
-    if not isinstance(given, Task):
-        return f"{quote(given)}, which is not a task: the function must return {A_TASK}"
-    for name, value in (("task_id", given.task_id), ("environment", given.environment)):
+    if not isinstance(returned, Task):
+        return f"{quote(returned)}, which is not a task: the function must return {A_TASK}"
+    for name, value in (("task_id", returned.task_id), ("environment", returned.environment)):
         if not isinstance(value, str):
             return f"a task whose {name} is {quote(value)}, which is not a text"
     return ""
 
 
-def find_difference(one: Task, other: Task) -> str:
+def find_difference(first: Task, second: Task) -> str:
     """The first field in which two tasks differ, with both values; empty if they are equal. Values of
     `metadata` that are not JSON are not compared."""
     for name in ("task_id", "environment", "prompt", "answer", "metadata"):
-        values = getattr(one, name), getattr(other, name)
+        values = getattr(first, name), getattr(second, name)
         if len(set(map(_comparable, values))) > 1:
             return f"{name} was {quote(values[0])} and then {quote(values[1])}"
     return ""
 
 
-def find_same(some: Iterable[Task], others: Iterable[Task]) -> list[Task]:
+def find_same(tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
     """The tasks of `some` whose content is that of one of `others`. Their ids are not compared."""
 
     def content(task: Task) -> bytes:
         return _comparable([task.environment, task.prompt, task.answer, task.metadata])
 
-    known = {content(task) for task in others} - {b""}
-    return [task for task in some if content(task) in known]
+    held_out_contents = {content(task) for task in held_out} - {b""}
+    return [task for task in tasks if content(task) in held_out_contents]
 
 
 def _comparable(value: Any) -> bytes:

@@ -143,17 +143,17 @@ class Mixture(Environment):
 
     async def agent(self, task: Task, endpoint: Endpoint, *prepared: Any) -> Any:
         part, own = self._origin(task)
-        given = () if part.prepare is None else prepared
-        return await self._threads.call(part.agent, own, endpoint, *given)
+        arguments = () if part.prepare is None else prepared
+        return await self._threads.call(part.agent, own, endpoint, *arguments)
 
     async def reward(self, task: Task, answer: Any, judges: Any = None) -> Reward:
         part, own = self._origin(task)
         asks = judges is not None and takes_judges(part.reward)
         reward = partial(part.reward, judges=judges) if asks else part.reward
-        found: Reward = await self._threads.call(reward, own, answer)
+        earned: Reward = await self._threads.call(reward, own, answer)
         # refused here, by the name of the part's function
-        as_reward(found, part.reward_name)
-        return found
+        as_reward(earned, part.reward_name)
+        return earned
 
     def files(self, task: Task) -> Mapping[str, bytes]:
         part, own = self._origin(task)

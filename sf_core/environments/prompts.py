@@ -40,10 +40,10 @@ class Prompts(Environment):
         """The messages of each line. Raises ValueError with one sentence if a line has none."""
         if self.sha256 not in (None, self.digest):
             raise ValueError(f"{self.file}: the SHA-256 of the file differs from the setting sha256")
-        found = [_parse(where, row) for where, row in json_lines(self.file, self._content)]
-        if not found:
+        tasks = [_parse(where, row) for where, row in json_lines(self.file, self._content)]
+        if not tasks:
             raise ValueError(f"{self.file}: has no prompts")
-        return found
+        return tasks
 
     def __len__(self) -> int:
         return len(self._prompts)

@@ -57,14 +57,14 @@ class Dataset(Splits):
             near = difflib.get_close_matches(name, datasets, n=3) or sorted(datasets)
             raise ValueError(f"reasoning-gym has no dataset {quote(name)}; use for example {', '.join(near)}")
         kind = datasets[name][1]
-        given = dict(self._parameters)
-        known = {field.name for field in dataclasses.fields(kind)}.difference(OURS)
-        level = given.pop("level", None)
-        if unknown := sorted(given.keys() - known):
-            allowed = ", ".join(["level", *sorted(known)])
+        parameters = dict(self._parameters)
+        field_names = {field.name for field in dataclasses.fields(kind)}.difference(OURS)
+        level = parameters.pop("level", None)
+        if unknown := sorted(parameters.keys() - field_names):
+            allowed = ", ".join(["level", *sorted(field_names)])
             raise ValueError(f"{name} has no parameter {', '.join(unknown)}; use one of {allowed}")
         try:
-            settings = dataclasses.replace(self._at_level(kind, level), **given)
+            settings = dataclasses.replace(self._at_level(kind, level), **parameters)
             if hasattr(settings, "validate"):
                 settings.validate()
         except Exception as error:  # whatever the library's checks raise
@@ -118,7 +118,9 @@ class ReasoningGym(Environment):
 
     @cached_property
     def sources(self) -> dict[str, Dataset]:
-        return {name: Dataset(name, self.held_out, **given) for name, given in self.datasets.items()}
+        return {
+            name: Dataset(name, self.held_out, **parameters) for name, parameters in self.datasets.items()
+        }
 
     def tasks(self, split: Split, index: int) -> Task:
         return in_equal_parts(self.sources, split, index)
@@ -135,8 +137,12 @@ class ReasoningGym(Environment):
 
 def demonstrate_answer(task: Task) -> Demonstration | None:
     """The task and its answer; None if the library has none."""
-    said = [("user", task.prompt), ("assistant", task.answer)]
-    return Demonstration([{"role": role, "content": text} for role, text in said]) if task.answer else None
+    conversation = [("user", task.prompt), ("assistant", task.answer)]
+    return (
+        Demonstration([{"role": role, "content": text} for role, text in conversation])
+        if task.answer
+        else None
+    )
 
 
 def _library() -> Any:

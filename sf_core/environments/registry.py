@@ -60,10 +60,10 @@ def tasks_of(config: EnvironmentConfig) -> Callable[..., Task]:
     """The function that makes tasks, (split, index) -> Task. If the environment has parts, the name of one as
     third argument gives a task of it. It raises NoTaskError if it returns none. Raises ValueError like
     `environment_of`, also if there is no such function or a run cannot call it; so do the next two."""
-    found = _function(config, "tasks", "split", "index")
+    function = _function(config, "tasks", "split", "index")
     if parts_of(config):
-        found = _with_parts(found, environment_of(config))
-    return require_tasks(found, source_of(config, "tasks"))
+        function = _with_parts(function, environment_of(config))
+    return require_tasks(function, source_of(config, "tasks"))
 
 
 def parts_of(config: EnvironmentConfig) -> list[str]:
@@ -100,8 +100,8 @@ def source_of_tasks(config: EnvironmentConfig) -> str:
 def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:
     if isinstance(config.agent, Command):
         return _load("agent", config.agent, lambda command: CommandAgent(command).run)
-    given = () if prepare_of(config) is None else ("prepared",)
-    return _function(config, "agent", "task", "endpoint", *given)
+    arguments = () if prepare_of(config) is None else ("prepared",)
+    return _function(config, "agent", "task", "endpoint", *arguments)
 
 
 def reward_of(config: EnvironmentConfig) -> Callable[..., Any]:
@@ -133,13 +133,13 @@ def prepare_of(config: EnvironmentConfig) -> Callable[[Task], AbstractAsyncConte
 def _function(config: EnvironmentConfig, name: str, *arguments: str) -> Callable[..., Any]:
     """The function of a run that has this name, which can be called with these arguments."""
     reference = getattr(config, name)
-    found = getattr(environment_of(config), name) if reference is None else _load(name, reference)
-    judges = ["judges"] * (name in REWARDS and takes_judges(found))
+    function = getattr(environment_of(config), name) if reference is None else _load(name, reference)
+    judges = ["judges"] * (name in REWARDS and takes_judges(function))
     try:
-        check_call(found, source_of(config, name), arguments, judges)
+        check_call(function, source_of(config, name), arguments, judges)
     except ValueError as error:
         raise ValueError(f"environment.{name if reference else 'name'}: {error}") from None
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], function)
 
 
 def source_of(config: EnvironmentConfig, name: str) -> str:
@@ -153,11 +153,11 @@ async def _files(environment: Environment, task: Task) -> AsyncIterator[Mapping[
 
 @functools.lru_cache(maxsize=8)
 def _open(name: str, settings: bytes) -> Environment:
-    found = _class_of(name)
+    environment_class = _class_of(name)
     try:
-        return found.model_validate_json(settings)
+        return environment_class.model_validate_json(settings)
     except ValidationError as error:
-        raise ValueError(faults(error, found, "environment.settings")) from None
+        raise ValueError(faults(error, environment_class, "environment.settings")) from None
 
 
 def _class_of(name: str) -> type[Environment]:
@@ -170,14 +170,14 @@ def _class_of(name: str) -> type[Environment]:
         )
     if name in EXAMPLES:
         _find_example(name)
-    found = _load("name", reference)
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+    environment_class = _load("name", reference)
+    if not (isinstance(environment_class, type) and issubclass(environment_class, Environment)):
         raise ValueError(
             f"environment.name: {reference} is not a class that inherits {Environment.__module__}.Environment"
         )
-    if missing := ", ".join(sorted(found.__abstractmethods__)):
+    if missing := ", ".join(sorted(environment_class.__abstractmethods__)):
         raise ValueError(f"environment.name: the class {reference} does not define {missing}")
-    return found
+    return environment_class
 
 
 def _find_example(name: str) -> None:
@@ -187,10 +187,10 @@ def _find_example(name: str) -> None:
         sys.path.append(str(ROOT))
     module = EXAMPLES[name].partition(":")[0]
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # of a package that it is in
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise ValueError(
             f"environment.name: {name} is an example, and its module {module} cannot be imported here: only "
             "a clone of SeamlessFlow's repository has it; add the clone to PYTHONPATH"

@@ -52,8 +52,8 @@ class EnvironmentTests:
         drawn = self._draw("train") + self._draw("holdout")
         prompts: dict[str, Any] = {}
         for task in drawn:
-            known = task.environment, task.prompt, task.answer
-            assert prompts.setdefault(task.task_id, known) == known, f"{task.task_id} names two tasks"
+            content = task.environment, task.prompt, task.answer
+            assert prompts.setdefault(task.task_id, content) == content, f"{task.task_id} names two tasks"
 
     def test_no_held_out_task_is_trained_on(self) -> None:
         """No held-out prompt is among the training prompts."""

@@ -65,10 +65,10 @@ class Verifiers(Environment):
         else:
             held_out = self._environment.get_eval_dataset()
         prompts = {json.dumps(prompt) for prompt in held_out["prompt"]}
-        kept = [i for i, prompt in enumerate(train["prompt"]) if json.dumps(prompt) not in prompts]
-        if not kept:
+        kept_rows = [i for i, prompt in enumerate(train["prompt"]) if json.dumps(prompt) not in prompts]
+        if not kept_rows:
             raise ValueError(f"{self.name}: all training rows are held out, so no row is left to train on")
-        return {"train": train.select(kept), "holdout": held_out}
+        return {"train": train.select(kept_rows), "holdout": held_out}
 
     def tasks(self, split: Split, index: int) -> Task:
         rows = self._rows[split]

@@ -85,12 +85,12 @@ def list_connected(client: Client) -> dict[str, Worker]:
 def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
     """Our workers by address, of all that Dask reports. A worker that was not started for us is skipped, or
     its joining would end the run; so is one that belongs to other runs."""
-    found = {}
+    workers = {}
     for address, info in infos.items():
         with suppress(ValueError):
             for worker in select_own([worker_of(info)]):
-                found[address] = worker
-    return found
+                workers[address] = worker
+    return workers
 
 
 WORK = {
@@ -107,34 +107,38 @@ class Losses:
     """Tells which of its workers a run loses, and where their work continues. Facts in, sentences out."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[str, Worker]] = {}
+        self._last_seen: dict[str, tuple[str, Worker]] = {}
         """Address and description of each worker, as it was last connected."""
         self._lost: set[str] = set()
 
-    def look(self, connected: Mapping[str, Worker], plan: Plan, held: Container[str]) -> list[str]:
+    def describe_losses(
+        self, connected: Mapping[str, Worker], plan: Plan, leased: Container[str]
+    ) -> list[str]:
         """What has happened since the last look, a sentence per worker. `connected`: workers by address, none
-        if the scheduler does not answer. `held`: names of the workers with a lease; the run does not miss
+        if the scheduler does not answer. `leased`: names of the workers with a lease; the run does not miss
         other agents and engines."""
         if not connected:
             return []
         now = {worker.name: (address, worker) for address, worker in connected.items()}
-        told = []
-        for name, (address, worker) in sorted(self._known.items()):
+        sentences = []
+        for name, (address, worker) in sorted(self._last_seen.items()):
             tag = _tag_of_use(worker, plan)
-            is_missed = tag in ("train", "cpu") or (tag in WORK and name in held)
+            is_missed = tag in ("train", "cpu") or (tag in WORK and name in leased)
             if name in now:
                 if name in self._lost:
                     self._lost.remove(name)
-                    told.append(f"worker {name} is back")
+                    sentences.append(f"worker {name} is back")
                 elif is_missed and now[name][0] != address:
-                    told.append(f"worker {name} was lost and is back: {WORK[tag]} there")
+                    sentences.append(f"worker {name} was lost and is back: {WORK[tag]} there")
             elif is_missed and name not in self._lost:
                 self._lost.add(name)
-                others = sorted(w.name for _, w in now.values() if _takes_over(w, tag, plan))
-                place = f"on {', '.join(others)}" if others else f"when {name} is back or is replaced"
-                told.append(f"worker {name} is lost: {WORK[tag]} {place}")
-        self._known |= now
-        return told
+                successors = sorted(w.name for _, w in now.values() if _takes_over(w, tag, plan))
+                resumption = (
+                    f"on {', '.join(successors)}" if successors else f"when {name} is back or is replaced"
+                )
+                sentences.append(f"worker {name} is lost: {WORK[tag]} {resumption}")
+        self._last_seen |= now
+        return sentences
 
 
 def _tag_of_use(worker: Worker, plan: Plan) -> str:
@@ -158,8 +162,8 @@ def scheduler_of(config: RunConfig) -> str | None:
     return config.cluster.scheduler or scheduler_address()
 
 
-def find_workers(config: RunConfig, scheduler: str | None = None, takes: int = 0) -> list[Worker]:
-    """Workers connected to that scheduler, else those that a run would get (`scheduler_of`). `takes`: as that
+def find_workers(config: RunConfig, scheduler: str | None = None, worker_bytes: int = 0) -> list[Worker]:
+    """Workers connected to that scheduler, else those that a run would get (`scheduler_of`). `worker_bytes`: as that
     of `workers_here`. Raises ValueError if the scheduler cannot be reached."""
     if address := scheduler or scheduler_of(config):
         return select_own(read_workers(address))
@@ -171,67 +175,67 @@ def find_workers(config: RunConfig, scheduler: str | None = None, takes: int = 0
             _memory_of(str(worker.device)),
             "127.0.0.1" if worker.device == "cpu" and not worker.device_kind else None,
         )
-        for name, worker in workers_here(config, takes).items()
+        for name, worker in workers_here(config, worker_bytes).items()
     ]
 
 
-def workers_here(config: RunConfig, takes: int = 0) -> dict[str, WorkerConfig]:
+def workers_here(config: RunConfig, worker_bytes: int = 0) -> dict[str, WorkerConfig]:
     """The workers that this machine starts for a run, each with its device. Emulated ones compute nothing.
-    `takes`: bytes of the host's memory that all processes take, if one worker samples and another one trains
+    `worker_bytes`: bytes of the host's memory that all processes take, if one worker samples and another one trains
     on CPUs."""
     num_gpus = 0 if config.engine.kind == "emulated" else count_gpus()
-    return local_workers(config, num_gpus, has_room=takes <= int(MEMORY_LIMIT))
+    return local_workers(config, num_gpus, has_room=worker_bytes <= int(MEMORY_LIMIT))
 
 
 def _memory_of(device: str) -> int | None:
     return int(MEMORY_LIMIT) if device == "cpu" else gpu_memory(int(device.removeprefix("cuda:")))
 
 
-def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = log.warning) -> Plan:
+def await_plan(scheduler: str, config: RunConfig, report: Callable[[str], None] = log.warning) -> Plan:
     """The plan for the workers connected to a scheduler. Waits for workers to join one that has just started,
     and for another run to give them back; `tell` is called with what is awaited. Raises ValueError like
     `make_plan` and `read_workers`, and if the other run does not end."""
     begun = time.monotonic()
-    told = ""
+    reported = ""
     while True:
-        found = _ask(scheduler)
+        state = _ask(scheduler)
         try:
-            plan = make_plan(select_own(map(worker_of, found["workers"].values())), config)
+            plan = make_plan(select_own(map(worker_of, state["workers"].values())), config)
         except ValueError as error:
             fault = error
-            left_s = JOIN_S - max(0.0, time.time() - found["started"])
+            left_s = JOIN_S - max(0.0, time.time() - state["started"])
             hope = "the Dask scheduler has just started: waiting for workers"
         else:
-            if not (held := tell_holders(scheduler, config.run_id)):
+            if not (holders := describe_holders(scheduler, config.run_id)):
                 return plan
             fault = ValueError(
-                f"{held}, and a cluster serves one run at a time: wait until that run ends, or cancel "
+                f"{holders}, and a cluster serves one run at a time: wait until that run ends, or cancel "
                 "that run; if the flow of that run has ended, restart these workers"
             )
             left_s = GIVEN_BACK_S - (time.monotonic() - begun)
             hope = "that run may be ending: waiting"
         if left_s <= 0:
             raise fault
-        if hope != told:
-            tell(f"{fault}; {hope} for {left_s:.0f} s")
-            told = hope
+        if hope != reported:
+            report(f"{fault}; {hope} for {left_s:.0f} s")
+            reported = hope
         time.sleep(LOOK_S)
 
 
-def tell_holders(scheduler: str, run_id: str | None) -> str:
+def describe_holders(scheduler: str, run_id: str | None) -> str:
     """Which workers run tasks of other runs than this one, in words; empty if none does. A worker that does
     not answer in time counts as free. Raises ValueError like `read_workers`."""
     with _client(scheduler) as client:
         workers = list_connected(client)
         running = client.sync(list_owners, client, workers)
-    held: dict[str, list[str]] = {}
+    workers_by_run: dict[str, list[str]] = {}
     for address, worker in workers.items():
-        for other in {run_of(owner) for owner in running[address] or ()} - {run_id}:
-            held.setdefault(other, []).append(worker.name)
+        for run_id_of_worker in {run_of(owner) for owner in running[address] or ()} - {run_id}:
+            workers_by_run.setdefault(run_id_of_worker, []).append(worker.name)
     return ", ".join(
         f"{'workers' if len(names) > 1 else 'worker'} {', '.join(sorted(names))} "
-        f"{'are' if len(names) > 1 else 'is'} held by run {other}"
-        for other, names in sorted(held.items())
+        f"{'are' if len(names) > 1 else 'is'} held by run {run_id_of_worker}"
+        for run_id_of_worker, names in sorted(workers_by_run.items())
     )
 
 
@@ -256,9 +260,9 @@ async def list_owners(client: Client, addresses: Collection[str]) -> dict[str, s
 
 
 async def _owners_on(client: Client, address: str) -> set[str] | None:
-    asked = client.run(_owners, workers=[address], on_error="ignore")
+    reply = client.run(_owners, workers=[address], on_error="ignore")
     try:
-        return set((await asyncio.wait_for(asked, TASKS_S)).get(address, ()))
+        return set((await asyncio.wait_for(reply, TASKS_S)).get(address, ()))
     except TimeoutError:
         return None
 
@@ -267,7 +271,7 @@ def _owners(dask_worker: Any) -> list[str]:
     """Executed on a worker, whose tasks still include one that was given up while it ran."""
     tasks = (dask_worker.state.tasks.get(key) for key in dask_worker.active_threads.values())
     annotations = [task.annotations or {} for task in tasks if task is not None]
-    return [found["owner"] for found in annotations if "owner" in found]
+    return [annotation["owner"] for annotation in annotations if "owner" in annotation]
 
 
 def kill_worker(scheduler: str, worker: str) -> None:
@@ -275,9 +279,9 @@ def kill_worker(scheduler: str, worker: str) -> None:
     running or queued. If no such worker is connected, its process is gone already."""
     with Client(scheduler, set_as_default=False) as client:
         connected = list_connected(client)
-        found = [address for address, known in connected.items() if known.name == worker]
-        if found:
-            client.restart_workers(found, timeout=KILL_S, raise_for_error=False)
+        addresses = [address for address, seen in connected.items() if seen.name == worker]
+        if addresses:
+            client.restart_workers(addresses, timeout=KILL_S, raise_for_error=False)
 
 
 def end_tasks(scheduler: str, owner: str, patience_s: float) -> list[str]:

@@ -122,8 +122,8 @@ def find_switches(spans: Sequence[Span]) -> list[Switch]:
     """Every change of the active tag between rollout and train of one device, in order of time.
 
     The spans are those of one device, sorted by time."""
-    held = [span for span in spans if span.kind == "held" and span.tag in ("train", "rollout")]
-    return [_switch(before, after, spans) for before, after in pairwise(held) if before.tag != after.tag]
+    tenures = [span for span in spans if span.kind == "held" and span.tag in ("train", "rollout")]
+    return [_switch(before, after, spans) for before, after in pairwise(tenures) if before.tag != after.tag]
 
 
 def by_worker(spans: Sequence[Span]) -> dict[str, list[Span]]:
@@ -164,8 +164,8 @@ def _make_span(window: Window) -> Span:
     return Span("", "", *window)
 
 
-def _is_part(span: Span, held: Span) -> bool:
-    return span.lease == held.lease and span.tag == held.tag and held.start <= span.start <= held.end
+def _is_part(span: Span, tenure: Span) -> bool:
+    return span.lease == tenure.lease and span.tag == tenure.tag and tenure.start <= span.start <= tenure.end
 
 
 def _utilisation(tag: str, spans: dict[str, list[Span]], tags: dict[str, set[str]], window: Window) -> float:

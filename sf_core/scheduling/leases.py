@@ -46,13 +46,13 @@ class Lease:
         'rollout on t0, lent after iteration 4 has trained'
         """
         work = {"agent": "agents", "reward": "rewards", "rollout": "rollout"}[self.duty]
-        held = f"{work} on {self.worker}"
+        work_and_worker = f"{work} on {self.worker}"
         if not self.trainers:
-            return held
+            return work_and_worker
         when = (
             "until iteration 0 trains" if self.after is None else f"after iteration {self.after} has trained"
         )
-        return f"{held}, lent {when}"
+        return f"{work_and_worker}, lent {when}"
 
 
 def lease_of(holder: str) -> tuple[str, str]:
@@ -99,7 +99,7 @@ class LeaseSet:
         self._ended: dict[str, LeaseEnd | None] = {}
         self._count = itertools.count()
         self._now = 0.0
-        self._given: dict[str, float] = {}
+        self._submitted_at: dict[str, float] = {}
         """Time at which a worker got its last lease."""
         self._connected: dict[str, Worker] = {}
         self._seen: dict[str, tuple[Worker, float]] = {}
@@ -129,7 +129,11 @@ class LeaseSet:
 
     def begin(self) -> list[Action]:
         """The permanent leases at the start."""
-        return [self._hold(duty, worker) for duty, workers in self.plan.held.items() for worker in workers]
+        return [
+            self._submit(duty, worker)
+            for duty, workers in self.plan.workers_by_duty.items()
+            for worker in workers
+        ]
 
     def replan(self) -> list[Action]:
         """Make the plan anew, as at the start of the run, from the current workers; leases follow it. If they
@@ -139,9 +143,9 @@ class LeaseSet:
         are revoked now."""
         patience_s = self._config.train.gang_timeout_s
         # a worker that is away may be restarting
-        there = [worker for worker, seen in self._seen.values() if self._now - seen <= patience_s]
+        connected = [worker for worker, seen in self._seen.values() if self._now - seen <= patience_s]
         try:
-            plan = make_plan(there, self._config, trained=self.plan.trainers)
+            plan = make_plan(connected, self._config, trained=self.plan.trainers)
         except ValueError as error:
             log.info("the assignment of workers stays as it is: %s", error)
             plan = self.plan
@@ -194,14 +198,14 @@ class LeaseSet:
             duty = duty_of(worker, self.plan.trainers)
             if duty is None:
                 continue
-            held = self._permanent.get((duty, name))
-            if held is None:
+            lease = self._permanent.get((duty, name))
+            if lease is None:
                 log.info("worker %s joins the run", name)
-            elif self._how(held) == "lost" and self._may_have_another(name):
-                self._log_again(held)
+            elif self._how(lease) == "lost" and self._may_have_another(name):
+                self._log_again(lease)
             else:
                 continue
-            actions.append(self._hold(duty, name))
+            actions.append(self._submit(duty, name))
         self._judge_duties()
         return actions
 
@@ -209,7 +213,7 @@ class LeaseSet:
         """Nothing is submitted from now on."""
         self._is_over = True
 
-    def to_await(self, begun: Container[str]) -> list[str]:
+    def ids_to_await(self, begun: Container[str]) -> list[str]:
         """Ids of the released leases that will end: `begun` are the holders that the data plane knows. The
         others are queued, or their worker is gone."""
         unsettled = self.list_unsettled()
@@ -230,11 +234,11 @@ class LeaseSet:
     def _check(self, leases: Iterable[Lease]) -> None:
         """Raises the error of one of these leases that failed, if its worker is there. What was lost is only
         logged."""
-        there = [lease for lease in leases if lease.worker in self._connected]
-        for lease in there:
+        connected = [lease for lease in leases if lease.worker in self._connected]
+        for lease in connected:
             if self._how(lease) == "lost":
                 log.warning(self._sentence(lease))
-        for error in self._errors(there):
+        for error in self._errors(connected):
             raise error
 
     def _list_lost_loans(self) -> list[Lease]:
@@ -248,7 +252,7 @@ class LeaseSet:
         ]
 
     def _may_have_another(self, worker: str) -> bool:
-        return self._now - self._given[worker] > AGAIN_S
+        return self._now - self._submitted_at[worker] > AGAIN_S
 
     def _judge_duties(self) -> None:
         of_duty: dict[Duty, list[Lease]] = {}
@@ -274,7 +278,7 @@ class LeaseSet:
         end = self._ended.get(lease.lease_id)
         return None if end is None else end.how
 
-    def _hold(self, duty: Duty, worker: str) -> Lease:
+    def _submit(self, duty: Duty, worker: str) -> Lease:
         lease = self._permanent[duty, worker] = Lease(duty, worker, self._new_id(worker))
         return lease
 
@@ -284,7 +288,7 @@ class LeaseSet:
         return loan
 
     def _new_id(self, worker: str) -> str:
-        self._given[worker] = self._now
+        self._submitted_at[worker] = self._now
         return f"{worker}-{next(self._count)}.{self._attempt}"
 
     def _log_again(self, lease: Lease) -> None:

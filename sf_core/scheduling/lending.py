@@ -96,8 +96,8 @@ class LendingGate:
     def switch_cost_s(self) -> float | None:
         """Mean cost of both switches together, at least: one that is unknown counts as 0. None while both
         are unknown."""
-        known = [mean(costs) for costs in self._costs.values() if costs]
-        return sum(known) if known else None
+        means = [mean(costs) for costs in self._costs.values() if costs]
+        return sum(means) if means else None
 
     def decide(self, now_s: float, work: WorkLeft) -> Verdict:
         """Decide about a device that is free to be lent; a verdict to lend counts as a loan from then."""
@@ -136,13 +136,13 @@ def work_left(
 ) -> WorkLeft:
     """Work in tokens, from the data plane's status of the run: what may be sampled before training needs its
     result, at the pace of the other workers' engines since they connected."""
-    others = [
+    other_engines = [
         engine for engine in engines if engine["worker"] not in trainers and engine["version"] is not None
     ]
-    tokens_per_s = sum(engine["tokens"] / engine["seconds"] for engine in others if engine["seconds"])
+    tokens_per_s = sum(engine["tokens"] / engine["seconds"] for engine in other_engines if engine["seconds"])
     if tokens_left is None or not tokens_per_s:
-        return WorkLeft(1.0, None, dedicated=len(others), lent=len(trainers))
-    return WorkLeft(tokens_left, 1 / tokens_per_s, dedicated=len(others), lent=len(trainers))
+        return WorkLeft(1.0, None, dedicated=len(other_engines), lent=len(trainers))
+    return WorkLeft(tokens_left, 1 / tokens_per_s, dedicated=len(other_engines), lent=len(trainers))
 
 
 class Switching:

@@ -78,7 +78,7 @@ class Plan:
     """Workers that score what agents answer; if there are none, those that run the agents do."""
 
     @property
-    def held(self) -> dict[Duty, tuple[str, ...]]:
+    def workers_by_duty(self) -> dict[Duty, tuple[str, ...]]:
         return {"agent": self.agent, "rollout": self.rollout, "reward": self.reward}
 
 
@@ -112,8 +112,8 @@ def local_workers(config: RunConfig, num_gpus: int, *, has_room: bool = True) ->
     trainers and engines."""
     workers = config.cluster.workers
     # vLLM serves the judges there
-    takes = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
-    share = [name for name, w in workers.items() if w.device is None and takes & {*w.tags}]
+    needed_tags = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
+    share = [name for name, w in workers.items() if w.device is None and needed_tags & {*w.tags}]
     is_apart = _keeps_engines_apart(config)
     if num_gpus == 1 and share and is_apart:
         raise ValueError(
@@ -158,30 +158,32 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
         )
     trainers = choose_trainers(workers, config, trained=trained)
     names = {worker.name for worker in trainers}
-    held = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
+    workers_by_duty = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
     lent = lends(config) is not False and all("rollout" in w.tags for w in trainers)
     computes = config.engine.kind in ("torch", "vllm")
-    if lends(config) is None and computes and _share_cores(trainers, workers, held["rollout"]):
+    if lends(config) is None and computes and _share_cores(trainers, workers, workers_by_duty["rollout"]):
         # what trainers sample on these cores, the others sample less
         lent = False
-    if not held["rollout"] and not (lent and (trained is not None or config.pipeline != "multiplexed")):
+    if not workers_by_duty["rollout"] and not (
+        lent and (trained is not None or config.pipeline != "multiplexed")
+    ):
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
         means += " (engine.kind vllm with train.lora)" if _keeps_engines_apart(config) else ""
         raise ValueError(
             f"{means} needs a worker tagged rollout in addition to the trainers "
             f"{', '.join(sorted(names))}; workers: {_list_offers(workers)}"
         )
-    if not held["agent"] and not config.rollout.is_outside:
+    if not workers_by_duty["agent"] and not config.rollout.is_outside:
         raise ValueError(
             f"no worker is left for agents: {', '.join(sorted(names))} trains, and agents would delay "
             f"training; workers: {_list_offers(workers)}"
         )
-    if not held["reward"] and (name := next(iter(config.environment.served_judges), None)):
+    if not workers_by_duty["reward"] and (name := next(iter(config.environment.served_judges), None)):
         raise ValueError(
             f"environment.judges.{name}.model needs a worker tagged reward, without the tags agent and "
             f"rollout; workers: {_list_offers(workers)}"
         )
-    return Plan(trainers=tuple(worker.name for worker in trainers), lent=lent, **held)
+    return Plan(trainers=tuple(worker.name for worker in trainers), lent=lent, **workers_by_duty)
 
 
 def lends(config: RunConfig) -> bool | None:

@@ -63,8 +63,8 @@ def measure_products(dtype: torch.dtype, width: int, rows: int, seconds: float =
     inputs = torch.randn(rows, width, dtype=dtype)
     weights = torch.randn(4 * width, width, dtype=dtype)
     project = fastest(dtype, torch.device("cpu")).linear(weights, None)
-    taken = _fastest(lambda: project(inputs), lambda: None, seconds)
-    return 8.0 * rows * width**2 / taken
+    elapsed_s = _fastest(lambda: project(inputs), lambda: None, seconds)
+    return 8.0 * rows * width**2 / elapsed_s
 
 
 def _fastest(work: Callable[[], object], finish: Callable[[], None], seconds: float) -> float:

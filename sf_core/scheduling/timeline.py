@@ -107,8 +107,8 @@ class Timeline:
         start = self._written_until
         self._written_until = max(time.time(), self._written_until + 1e-5)
         self._written_at = time.monotonic()
-        held = Span(self._worker, self._tag, start, self._written_until, "held", lease=self._lease)
-        spans = [held, *self._spans]
+        tenure = Span(self._worker, self._tag, start, self._written_until, "held", lease=self._lease)
+        spans = [tenure, *self._spans]
         self._spans = []
         self._parts = [part for part in self._parts if not part.done() or part.exception()]
         self._parts.append(self._writer.submit(self._write, spans, self._written_until))
@@ -148,13 +148,13 @@ def _join_held(spans: list[Span]) -> Iterator[Span]:
         if span.kind != "held":
             yield span
             continue
-        before = last.get(place := (span.worker, span.lease))
+        before = last.get(lease := (span.worker, span.lease))
         if before is not None and span.start <= before.end:
-            last[place] = replace(before, end=max(before.end, span.end))
+            last[lease] = replace(before, end=max(before.end, span.end))
             continue
         if before is not None:
             yield before
-        last[place] = span
+        last[lease] = span
     yield from last.values()
 
 

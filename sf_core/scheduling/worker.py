@@ -119,7 +119,7 @@ def become_worker(
 
         measured = measure_device(str(worker.device), threads=worker_threads(worker))
     own = worker_environment(worker, measured)
-    if name in {other.name for other in read_workers(scheduler)}:
+    if name in {worker.name for worker in read_workers(scheduler)}:
         raise ValueError(f"a worker named {name!r} is connected to {scheduler}; choose another --name")
     environment = {**LOG_SETTINGS, **module_environment(), **DASK_SETTINGS, **own}
     command = worker_command(name, worker.tags, [scheduler], host=host)
@@ -151,7 +151,7 @@ def _cuda_device(device: str | None) -> str:
     number = int(device.removeprefix("cuda:"))
     count = torch.cuda.device_count()
     if number >= count:
-        found = f"torch {torch.__version__} finds {count} CUDA devices"
-        raise ValueError(f"device {device} does not exist: {found}")
+        devices = f"torch {torch.__version__} finds {count} CUDA devices"
+        raise ValueError(f"device {device} does not exist: {devices}")
     visible = visible_cuda_devices()
     return str(number) if visible is None else visible[number]

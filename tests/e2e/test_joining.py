@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from distributed import Client, Event
 
-from sf_core.scheduling.cluster import tell_holders
+from sf_core.scheduling.cluster import describe_holders
 from storage.run_directory import RunDirectory
 from tests.bench import stacks, waits
 from tests.bench.dataplane.planes import operator_client
@@ -44,7 +44,7 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
         )
         newest = plane.get(url).json()["version"]
         assert versions() == {"r0": newest, "r1": newest}, cluster.log(config)[-2000:]
-        held = tell_holders(cluster.services.scheduler, "another")
+        held = describe_holders(cluster.services.scheduler, "another")
         assert re.fullmatch(r"workers a0, (c0, )?r0, r1(, t0)? are held by run joining", held)
         stacks.joining.end_worker(cluster, "r0")
         plane.post(f"{url}/resume", json={}).raise_for_status()

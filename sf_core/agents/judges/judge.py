@@ -141,7 +141,7 @@ class Judge:
         for anew in (False, True):
             self._record.num_awaited += 1
             try:
-                reply = await self._client.ask(conversation, anew, **options)
+                reply = await self._client.ask(chat, anew, **options)
             except asyncio.CancelledError:
                 self._record.num_awaited += 1
                 raise

@@ -48,10 +48,10 @@ def check_services(config: RunConfig) -> None:
         service.check()
 
 
-def check_scheduler(config: RunConfig, given: str | None = None) -> None:
+def check_scheduler(config: RunConfig, option: str | None = None) -> None:
     """Raises ValueError, one sentence, if the Dask scheduler of a run does not answer. `given`: the one that
     the option --scheduler names instead."""
-    if (service := _scheduler_of(config, given)) is not None:
+    if (service := _scheduler_of(config, option)) is not None:
         service.check()
 
 
@@ -75,14 +75,14 @@ def _services_of(config: RunConfig) -> Iterator[Service]:
         yield Service(DATA_PLANE, url, "SF_DATAPLANE_URL")
 
 
-def _scheduler_of(config: RunConfig, given: str | None = None) -> Service | None:
+def _scheduler_of(config: RunConfig, option: str | None = None) -> Service | None:
     named = {
-        "--scheduler": given,
+        "--scheduler": option,
         "cluster.scheduler": config.cluster.scheduler,
         "SF_SCHEDULER": scheduler_address(),
     }
-    found = ((name, address) for name, address in named.items() if address)
-    return next((Service(SCHEDULER, address, name) for name, address in found), None)
+    candidates = ((name, address) for name, address in named.items() if address)
+    return next((Service(SCHEDULER, address, name) for name, address in candidates), None)
 
 
 def _probe_prefect(api: str) -> str | None:

@@ -30,9 +30,9 @@ def create_project(name: str) -> list[Path]:
             f"{name}: {folder.name!r} cannot be the name of a Python module: use letters, digits and _, and "
             "begin with a letter"
         )
-    if (taken := find_spec(module)) is not None:
+    if (existing := find_spec(module)) is not None:
         raise ValueError(
-            f"{name}: the module name {module} is already used by {taken.origin or 'a package'}: choose "
+            f"{name}: the module name {module} is already used by {existing.origin or 'a package'}: choose "
             "another name"
         )
     if folder.exists():

@@ -28,13 +28,13 @@ MAX_TOLD = 600
 """Most characters of an error."""
 
 
-def check_first_task(config: RunConfig, tell: Callable[[str], None]) -> None:
+def check_first_task(config: RunConfig, report: Callable[[str], None]) -> None:
     """Raises ValueError, one sentence, if the agent or the reward fails on the first tasks of the run for a
     reason that no answer of the policy changes. `tell` is called with what else was noticed. `config` has a
     run id. Does nothing where a rehearsal would tell nothing (`is_rehearsed`)."""
     if not is_rehearsed(config):
         return
-    tell("trying one task with a scripted answer before the start (--skip-try leaves this out)")
+    report("trying one task with a scripted answer before the start (--skip-try leaves this out)")
     result = _run(config)
     if result.get("refusal"):
         raise ValueError(
@@ -43,7 +43,7 @@ def check_first_task(config: RunConfig, tell: Callable[[str], None]) -> None:
             "the same with --skip-try"
         )
     if result.get("note"):
-        tell(f"look at this: {_shorten(result['note'])}; the run starts")
+        report(f"look at this: {_shorten(result['note'])}; the run starts")
 
 
 def is_rehearsed(config: RunConfig) -> bool:
@@ -63,10 +63,10 @@ def _has_sessions(config: RunConfig) -> bool:
 def _run(config: RunConfig) -> dict[str, str]:
     """Run the rehearsal in a process of its own, which ends in time with all that it has started."""
     with tempfile.TemporaryDirectory(prefix="sf-rehearsal-") as folder, tempfile.TemporaryFile() as log:
-        given = Path(folder, "config.json")
+        config_file = Path(folder, "config.json")
         result = Path(folder, "result.json")
-        given.write_text(config.model_dump_json(), encoding="utf-8")
-        command = python_module("sf_core.cli.rehearsal.session", str(given), str(result))
+        config_file.write_text(config.model_dump_json(), encoding="utf-8")
+        command = python_module("sf_core.cli.rehearsal.session", str(config_file), str(result))
         channel, keeper = start_kept(
             command,
             grace_s=2.0,
@@ -83,14 +83,14 @@ def _run(config: RunConfig) -> dict[str, str]:
             channel.close()
             await_keeper(keeper)
         if result.exists():
-            found: dict[str, str] = json.loads(result.read_text(encoding="utf-8"))
-            return found
+            result_of_process: dict[str, str] = json.loads(result.read_text(encoding="utf-8"))
+            return result_of_process
         log.seek(0)
         lines = log.read().decode(errors="replace").strip().splitlines()
         why = f": {lines[-1]}" if lines else ""
         return {"note": f"the process that tried one task before the start ended without a result{why}"}
 
 
-def _shorten(told: str) -> str:
-    told = " ".join(told.split())
-    return told if len(told) <= MAX_TOLD else f"{told[:MAX_TOLD]} ..."
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_TOLD else f"{text[:MAX_TOLD]} ..."

@@ -88,14 +88,14 @@ class ScriptedPolicy:
         done = dialect.done_fields
         if follows_grammars(self._config):
             done |= dialect.schema_fields
-        given, _ = parse_object(data, dialect.has_ids)
-        body = refuse_undone(dialect.read(given, path), rules.ignored_fields, done)
+        parsed, _ = parse_object(data, dialect.has_ids)
+        body = refuse_undone(dialect.read(parsed, path), rules.ignored_fields, done)
         body = normalise(body, rules.normalised)
         message = assistant_message(self._answer, [], _TURN)
         answers = [
-            Answer(_TURN, message, "stop", None, _NUM_TOKENS, _NUM_TOKENS, [] if asked.logprobs else None)
-            for asked in dialect.parse(body, Session(_TURN), sees=True)
-            for _ in range(asked.num_samples)
+            Answer(_TURN, message, "stop", None, _NUM_TOKENS, _NUM_TOKENS, [] if request.logprobs else None)
+            for request in dialect.parse(body, Session(_TURN), sees=True)
+            for _ in range(request.num_samples)
         ]
         return body, answers
 

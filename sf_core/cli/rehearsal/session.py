@@ -85,16 +85,22 @@ async def _rehearse_part(config: RunConfig, part: str) -> Result:
     tasks = tasks_of(config.environment)
     first = first_index(config.seed)
     source = [part] if part else []
-    one = await _try(config, tasks("train", first, *source))
-    if not isinstance(one, _Failure):
-        return Result(note=one)
-    if not one.is_certain:
-        return Result(note=f"with a scripted answer, {one.sentence}; answers of the policy may do better")
+    first_try = await _try(config, tasks("train", first, *source))
+    if not isinstance(first_try, _Failure):
+        return Result(note=first_try)
+    if not first_try.is_certain:
+        return Result(
+            note=f"with a scripted answer, {first_try.sentence}; answers of the policy may do better"
+        )
     # an error of this task alone costs its sessions, but no run
-    other = await _try(config, tasks("train", first + 1, *source))
-    if isinstance(other, _Failure) and other.is_certain and other.kind == one.kind:
-        return Result(refusal=one.sentence)
-    return Result(note=f"on one of two tasks, {one.sentence}")
+    second_try = await _try(config, tasks("train", first + 1, *source))
+    if (
+        isinstance(second_trial, _Failure)
+        and second_trial.is_certain
+        and second_trial.kind == first_trial.kind
+    ):
+        return Result(refusal=first_trial.sentence)
+    return Result(note=f"on one of two tasks, {first_trial.sentence}")
 
 
 async def _try(config: RunConfig, task: Task) -> _Failure | str:
@@ -134,8 +140,10 @@ async def _try(config: RunConfig, task: Task) -> _Failure | str:
 def main(config: str, result: str) -> None:
     import_from(user_folders())
     read_authorities_lazily()
-    found = asyncio.run(rehearse(RunConfig.model_validate_json(Path(config).read_text(encoding="utf-8"))))
-    Path(result).write_text(json.dumps(asdict(found)), encoding="utf-8")
+    result_of_rehearsal = asyncio.run(
+        rehearse(RunConfig.model_validate_json(Path(config).read_text(encoding="utf-8")))
+    )
+    Path(result).write_text(json.dumps(asdict(result_of_rehearsal)), encoding="utf-8")
     # threads of the user's code may go on
     sys.stderr.flush()
     os._exit(0)

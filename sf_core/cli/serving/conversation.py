@@ -42,7 +42,7 @@ class Printer:
         }
 
     def task(self, task: Task, split: str, index: int) -> None:
-        self.say(f"task {task.task_id} of {task.environment}", task.prompt)
+        self.print_part(f"task {task.task_id} of {task.environment}", task.prompt)
         self.record["task"] = {
             "task_id": task.task_id,
             "environment": task.environment,
@@ -53,7 +53,7 @@ class Printer:
         }
 
     def policy(self, about: str) -> None:
-        self.say("policy", about)
+        self.print_part("policy", about)
         self.record["policy"] = about
 
     def request(self, number: int, messages: list[dict[str, Any]], **facts: Any) -> None:
@@ -68,35 +68,35 @@ class Printer:
         """Keep an answer to this request."""
         self.record["requests"][number]["answers"].append(as_plain(facts))
 
-    def note(self, text: str) -> None:
-        self.say("note", text, "bold yellow")
+    def print_note(self, text: str) -> None:
+        self.print_part("note", text, "bold yellow")
         self.record["notes"].append(text)
 
     def output(self, text: str) -> None:
-        self.say("output of the command", text)
+        self.print_part("output of the command", text)
         self.record["output"] = text
 
     def answered(self, answer: Any) -> None:
-        self.say("the agent answered", answer if isinstance(answer, str) else repr(answer))
+        self.print_part("the agent answered", answer if isinstance(answer, str) else repr(answer))
         self.record["answer"] = as_plain(answer)
 
     def judged(self, judged: Judgement) -> None:
-        self.say(f"judge {judged.judge}" if judged.judge else "noted", describe_judgement(judged))
+        self.print_part(f"judge {judged.judge}" if judged.judge else "noted", describe_judgement(judged))
         self.record["judgements"].append(msgspec.to_builtins(judged))
 
     def rewarded(self, scored: Mapping[str, Any]) -> None:
         """Show the fields of a report on what an answer earned."""
         parts = ", ".join(f"{name} {part:g}" for name, part in scored["reward_parts"].items())
-        self.say("reward", f"{scored['reward']:g}" + (f" ({parts})" if parts else ""))
+        self.print_part("reward", f"{scored['reward']:g}" + (f" ({parts})" if parts else ""))
         self.record |= {name: scored[name] for name in ("reward", "reward_parts", "step_rewards")}
 
-    def say(self, what: str, text: str, style: str = "bold") -> None:
+    def print_part(self, title: str, text: str, style: str = "bold") -> None:
         left_out = len(text) - MOST_CHARACTERS
         text = f"{text[:MOST_CHARACTERS]} ... ({left_out:,} more characters)" if left_out > 0 else text
-        self._console.print(Text.assemble((f"{printable(what)}: ", style), printable(text)))
+        self._console.print(Text.assemble((f"{printable(title)}: ", style), printable(text)))
 
     def message(self, message: dict[str, Any]) -> None:
-        self.say(str(message.get("role", "message")), in_words(message))
+        self.print_part(str(message.get("role", "message")), in_words(message))
 
 
 class SessionPrinter:
@@ -109,7 +109,7 @@ class SessionPrinter:
         self._num_prompts = self._num_turns = 0
         self._one_at_a_time = threading.Lock()
 
-    def look(self) -> None:
+    def print_new(self) -> None:
         """Print what is new."""
         with self._one_at_a_time:
             # the plane's thread only appends; turns first, so that each comes after its prompt
@@ -128,7 +128,7 @@ class SessionPrinter:
         new = f", {len(prompt.ids)} of them new" if prompt.start else ""
         tokens = f"{prompt.end} tokens{new}"
         text = self._decode(prompt.ids)
-        self._printer.say(f"prompt, {tokens}", text, "dim")
+        self._printer.print_part(f"prompt, {tokens}", text, "dim")
         counted = {"prompt_tokens": prompt.end, "new_tokens": len(prompt.ids)}
         self._printer.request(prompt.index, prompt.messages, prompt=text, **counted)
 
@@ -142,20 +142,20 @@ class SessionPrinter:
         self._num_turns += 1
         cut = ", cut off there: rollout.max_tokens or engine.context_length"
         ended = cut if turn.finish_reason == FinishReason.LENGTH else ""
-        what = f"assistant, {len(turn.ids)} tokens{ended}"
-        self._printer.say(what, in_words(turn.message), "bold green")
+        title = f"assistant, {len(turn.ids)} tokens{ended}"
+        self._printer.print_part(title, in_words(turn.message), "bold green")
         facts = {"tokens": len(turn.ids), "finish_reason": str(turn.finish_reason)}
         self._printer.answer_to(turn.prompt.index, message=turn.message, **facts)
 
 
 @contextmanager
-def keep_looking(look: Callable[[], None]) -> Iterator[None]:
+def keep_looking(print_new: Callable[[], None]) -> Iterator[None]:
     """Look again and again while the block runs, and once at its end."""
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(LOOK_S):
-            look()
+            print_new()
 
     thread = threading.Thread(target=watch, name="conversation", daemon=True)
     thread.start()
@@ -164,7 +164,7 @@ def keep_looking(look: Callable[[], None]) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-        look()
+        print_new()
 
 
 def as_plain(value: Any) -> Any:

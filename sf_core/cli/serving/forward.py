@@ -36,7 +36,7 @@ class Forward:
         self._printer = printer
         self.agents_key = secrets.token_urlsafe(24)
         """What the agent must send: nobody else is to use the key of the endpoint."""
-        self._told: list[dict[str, Any]] = []
+        self._printed: list[dict[str, Any]] = []
         self._num_requests = 0
         self.has_asked = False
         self.num_answers = 0
@@ -67,10 +67,10 @@ class Forward:
             answer = await http.send(sent, stream=True)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             await http.aclose()
-            told = f"{url}: {type(error).__name__}: {error}"
-            self._printer.say("no answer", told, "bold red")
-            self._printer.answer_to(number, error=told)
-            return JSONResponse(ApiError(502, told).body(), 502)
+            failure = f"{url}: {type(error).__name__}: {error}"
+            self._printer.print_part("no answer", failure, "bold red")
+            self._printer.answer_to(number, error=failure)
+            return JSONResponse(ApiError(502, failure).body(), 502)
 
         async def parts() -> AsyncIterator[bytes]:
             read = []
@@ -92,28 +92,28 @@ class Forward:
             return
         try:
             sent, _ = mend_json(body)
-            asked = dialect.parse(dialect.read(sent, path), Session("try"))
-            messages = [message for request in asked for message in request.messages]
+            requests = dialect.parse(dialect.read(sent, path), Session("try"))
+            messages = [message for request in requests for message in request.messages]
         except (ValueError, ApiError):  # the endpoint may know what our gateway does not
-            return self._printer.say("request", body.decode(errors="replace"))
-        is_longer = messages[: len(self._told)] == self._told
-        added = messages[len(self._told) if is_longer else 0 :]
+            return self._printer.print_part("request", body.decode(errors="replace"))
+        is_longer = messages[: len(self._printed)] == self._printed
+        added = messages[len(self._printed) if is_longer else 0 :]
         for message in added:
             if not (is_longer and message.get("role") == "assistant"):  # printed as it was answered
                 self._printer.message(message)
         self._printer.request(number, added)
-        self._told = messages
+        self._printed = messages
 
     def _show_answer(self, number: int, status: int, body: bytes) -> None:
         text = body.decode(errors="replace")
         if status >= 400:
             self._printer.answer_to(number, error=f"refused with {status}: {text}")
-            return self._printer.say(f"refused with {status}", text, "bold red")
-        said = "".join(_read_texts(text))
-        self._printer.answer_to(number, message={"role": "assistant", "content": said})
-        if said:
+            return self._printer.print_part(f"refused with {status}", text, "bold red")
+        answer = "".join(_read_texts(text))
+        self._printer.answer_to(number, message={"role": "assistant", "content": answer})
+        if answer:
             self.num_answers += 1
-            self._printer.say("assistant", said, "bold green")
+            self._printer.print_part("assistant", answer, "bold green")
 
 
 def _read_texts(body: str) -> Iterator[str]:

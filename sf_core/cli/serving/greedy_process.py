@@ -69,8 +69,8 @@ async def _answer(
     work = Work(session_id)
     endpoint = Endpoint(opened["base_url"], opened["key"], "policy")
     async with limit_time("the agent ran", "session_timeout_s", rules.session_timeout_s):
-        given = await phases.run(work, task, endpoint)
-    scored = await phases.score(work, task, given)
+        answer = await phases.run(work, task, endpoint)
+    scored = await phases.score(work, task, answer)
     text = text_of_answer(session.turns[-1].message)
     return GivenAnswer(str(task.prompt), text, scored["reward"])
 

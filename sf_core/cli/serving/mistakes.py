@@ -33,10 +33,10 @@ class PhaseError(Exception):
 
     def sentence(self) -> str:
         """Phase, file and line, type and message of the error."""
-        told = str(self.error)
-        if not (self._is_ours and told):
-            told = f"{type(self.error).__name__}: {told}"
-        return f"{self.phase} failed{self._where()}: {told}"
+        text = str(self.error)
+        if not (self._is_ours and text):
+            text = f"{type(self.error).__name__}: {text}"
+        return f"{self.phase} failed{self._where()}: {text}"
 
     def facts(self) -> dict[str, str]:
         """The error for programs."""
@@ -79,15 +79,15 @@ def explain_silence(endpoint: Endpoint) -> str:
     )
 
 
-def _users_frames(told: TracebackException) -> list[FrameSummary]:
-    return [frame for frame in told.stack if is_own(frame.filename)]
+def _users_frames(trace: TracebackException) -> list[FrameSummary]:
+    return [frame for frame in trace.stack if is_own(frame.filename)]
 
 
-def _without_others(told: TracebackException) -> list[str]:
+def _without_others(trace: TracebackException) -> list[str]:
     """The traceback with the user's frames only; causes in which no code of the user ran are left out."""
-    if not _users_frames(told):
+    if not _users_frames(trace):
         return []
-    part: TracebackException | None = told
+    part: TracebackException | None = trace
     while part is not None:
         part.stack[:] = _users_frames(part)
         before = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
@@ -95,4 +95,4 @@ def _without_others(told: TracebackException) -> list[str]:
             part.__cause__ = part.__context__ = None
             break
         part = before
-    return list(told.format())
+    return list(trace.format())

@@ -119,9 +119,9 @@ def fit_to_this_process(policy: Policy) -> RunConfig:
     """The settings with the built-in engine in place of one that starts a server, unless the policy sees, and
     with room for the few requests that one agent sends at once."""
     config = policy.config
-    sees = read_sight(policy.start_dir) is not None
+    is_multimodal = read_sight(policy.start_dir) is not None
     engine = config.engine
-    kind = "torch" if engine.kind == "vllm" and not sees else engine.kind
+    kind = "torch" if engine.kind == "vllm" and not is_multimodal else engine.kind
     fitting = engine.model_copy(update={"kind": kind, "max_running": min(engine.max_running, 8)})
     return config.model_copy(update={"engine": fitting})
 

@@ -26,16 +26,16 @@ LOOK_S = 0.5
 """Seconds between looks at the engine."""
 
 
-def find_policy(place: str, engine: str) -> Policy:
+def find_policy(name: str, engine: str) -> Policy:
     """The policy that RUN or RUN@VERSION names. Raises ValueError, one sentence, if there is none."""
-    if Path(place, "tokenizer.json").is_file():
-        asked = f"to ask the model, use `sf try CONFIG --set policy.model={place}`"
-        raise ValueError(f"{place} is a model folder, not a run: {asked}")
-    uri, _, version = place.rpartition("@")
+    if Path(name, "tokenizer.json").is_file():
+        hint = f"to ask the model, use `sf try CONFIG --set policy.model={name}`"
+        raise ValueError(f"{name} is a model folder, not a run: {hint}")
+    uri, _, version = name.rpartition("@")
     if uri and not version.isdecimal():
         uri = ""  # the @ is part of the name
     kind = "torch" if engine == "builtin" else engine
-    run = find_run(uri or place)
+    run = find_run(uri or name)
     if ENGINES[kind].needs_torch:
         # this process loads it in any case, so what asks for torch on the way asks no other process
         import_module("torch")
@@ -120,7 +120,7 @@ class Unrecorded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == "/sessions":
-            told = "Sessions are not recorded here: ask at /v1, or start `sf serve` with --record DIR."
-            refusal = ApiError(409, told, code="not_recorded")
+            why = "Sessions are not recorded here: ask at /v1, or start `sf serve` with --record DIR."
+            refusal = ApiError(409, why, code="not_recorded")
             return await send_body(send, refusal.status, orjson.dumps(refusal.body()))
         await self._app(scope, receive, send)

@@ -47,7 +47,7 @@ class _Served:
     """Where the agent asks, and what is known of it from outside of the agent."""
 
     endpoint: Endpoint
-    look: Callable[[], None]
+    print_new: Callable[[], None]
     """Prints what is new in the conversation."""
     has_asked: Callable[[], bool]
     num_answers: Callable[[], int]
@@ -127,7 +127,7 @@ async def _run(
     async with not_blocking(), judges or nullcontext():
         try:
             answer = await _unless_engine_fails(_in_time(phases, work, task, served, rules), served)
-            served.look()
+            served.print_new()
             _say_output(printer, work)
             printer.answered(answer)
             work.phase = "agent"
@@ -139,19 +139,19 @@ async def _run(
             for judged in work.judgements:
                 printer.judged(judged)
             if answer is None:
-                printer.note(f"{describe_none(agent)}: {MISSING_RETURN}")
+                printer.print_note(f"{describe_none(agent)}: {MISSING_RETURN}")
             named = {"task_id": task.task_id, "environment": task.environment}
             await served.finish({"status": "finished", **scored, **named})
         except _EngineLostError as error:
             raise ValueError(f"the policy cannot be served: {error.__cause__}") from error
         except (Exception, SystemExit, BlockedError) as error:
-            served.look()
+            served.print_new()
             _say_output(printer, work)
             function = {"reward": reward, "prepare": None}.get(work.phase, agent)
             failure = PhaseError(name_phase(work.phase), error, function)
             is_told = isinstance(error, (NothingAskedError, *CODE_ERRORS)) or work.phase != "agent"
             if not (is_told or served.has_asked()):
-                printer.note(explain_silence(served.endpoint))
+                printer.print_note(explain_silence(served.endpoint))
             raise failure from error
     return scored
 
@@ -218,20 +218,20 @@ def _session(plane: LocalPlane, key: str, task: Task, printer: Printer) -> Itera
         body = {"size": 1, "task_id": task.task_id, "environment": task.environment}
         [opened] = http.post(f"/runs/{NAME}/groups", json=body).raise_for_status().json()["sessions"]
         session = plane.run.sessions[opened["session_id"]]
-        shown = SessionPrinter(printer, plane.run.renderer, session)
+        session_printer = SessionPrinter(printer, plane.run.renderer, session)
 
         async def finish(report: dict[str, Any]) -> None:
-            shown.look()  # the session is gone afterwards
+            session_printer.print_new()  # the session is gone afterwards
             url = f"/sessions/{session.session_id}/finish"
             response = await asyncio.to_thread(http.post, url, json=report)
             if response.is_error:
                 raise ValueError(refusal_of(response))
 
         endpoint = Endpoint(opened["base_url"], opened["key"], "policy")
-        with keep_looking(shown.look):
+        with keep_looking(session_printer.print_new):
             yield _Served(
                 endpoint,
-                shown.look,
+                session_printer.print_new,
                 lambda: bool(session.prompts),
                 lambda: len(session.turns),
                 finish,

@@ -175,7 +175,7 @@ def await_workers(stack: Supervisor, scheduler: str, devices: Mapping[str, Proce
     """Wait until the workers of these names have joined. Raises StackError for the first that does not."""
     joined: set[str] = set()
 
-    def look(name: str) -> bool:
+    def is_ready(name: str) -> bool:
         if name not in joined:
             # a restarted scheduler may not answer yet
             with contextlib.suppress(ValueError):
@@ -184,7 +184,7 @@ def await_workers(stack: Supervisor, scheduler: str, devices: Mapping[str, Proce
 
     for name, process in devices.items():
         # a query takes tens of milliseconds on a machine that is busy with starting up
-        stack.await_ready(process, partial(look, name), START_S, every_s=0.3)
+        stack.await_ready(process, partial(is_ready, name), START_S, every_s=0.3)
 
 
 def start_dataplane(
@@ -211,9 +211,9 @@ def free_port(successive: int = 1) -> int:
     while True:
         # tests seed the common generator
         first = random.SystemRandom().randrange(10_000, 30_000)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as sockets:
             for port in range(first, first + successive):
-                held.enter_context(socket.create_server((LOOPBACK, port)))
+                sockets.enter_context(socket.create_server((LOOPBACK, port)))
             return first
 
 

@@ -53,7 +53,7 @@ DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
 
 
 def up(
-    folder: Path, workers: Mapping[str, WorkerConfig], ports: Ports, tell: Callable[[str], None]
+    folder: Path, workers: Mapping[str, WorkerConfig], ports: Ports, report: Callable[[str], None]
 ) -> Services:
     """Start the stack and return when all of it answers. On failure nothing of the stack is left, and
     StackError is raised with one sentence."""
@@ -68,18 +68,18 @@ def up(
         check_free(LOOPBACK, getattr(ports, part), f"--{part}-port")
     # Prefect imports from the working directory of a flow first, so that is an empty one, which flows leave
     home = folder / "home"
-    places = {"SF_HOME": str(home), "SF_FLOW_FOLDER": os.getcwd()}
-    environment = stack_environment() | places | ports.services.addresses
+    folders = {"SF_HOME": str(home), "SF_FLOW_FOLDER": os.getcwd()}
+    environment = stack_environment() | folders | ports.services.addresses
     stack = Supervisor(folder, folder / "logs", environment, stays=True, stop_s=STOP_S)
     _check_writable(folder)
     home.mkdir(exist_ok=True)
     try:
-        tell("waiting for Prefect, Dask and the data plane")
+        report("waiting for Prefect, Dask and the data plane")
         services = start_services(stack, folder, workers, ports=ports, for_deployments=True)()
-        tell("deploying")
+        report("deploying")
         _call(stack.env, "sf_core", "setup-server", "--retries", str(RETRIES))
         for line in _call(stack.env, "tasks.lost_runs", "up", POOL, str(RETRIES)):
-            tell(line)
+            report(line)
         stack.start(processes.prefect_worker(POOL))
         deploy = ("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS))
         _call(stack.env, *deploy, folder=home)
@@ -89,14 +89,14 @@ def up(
     return services
 
 
-def down(folder: Path, tell: Callable[[str], None]) -> bool:
+def down(folder: Path, report: Callable[[str], None]) -> bool:
     """End everything that the stack started; False if nothing was running."""
     with suppress(OSError, HTTPException, Fault, psutil.Error, StackError):
-        _end_runs(folder, tell)
+        _end_runs(folder, report)
     return end(folder, STOP_S)
 
 
-def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
+def _end_runs(folder: Path, report: Callable[[str], None]) -> None:
     """End the process worker and its flow runs while the server can record it; otherwise they would stay
     Running for ever, and no other run would start."""
     worker = psutil.Process(call(folder, "getProcessInfo", processes.PREFECT_WORKER)["pid"])
@@ -112,7 +112,7 @@ def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
             process.kill()
     psutil.wait_procs(runs, STOP_S)
     for line in _call(environment, "tasks.lost_runs", "down", *set(runs.values())):
-        tell(line)
+        report(line)
 
 
 def _check_writable(folder: Path) -> None:
@@ -136,10 +136,10 @@ def _call(environment: dict[str, str], *module: str, folder: Path | None = None)
     except subprocess.TimeoutExpired:
         raise StackError(f"{' '.join(module)} did not end within {DEPLOY_S:.0f} s") from None
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
+        lines = (done.stderr or done.stdout).strip().splitlines()
         # httpx ends the text of a refusal with a link to what its status means
-        said = [line for line in said if not line.startswith("For more information check:")]
+        lines = [line for line in lines if not line.startswith("For more information check:")]
         raise StackError(
-            f"{' '.join(module)} failed: {said[-1] if said else f'exit status {done.returncode}'}"
+            f"{' '.join(module)} failed: {lines[-1] if lines else f'exit status {done.returncode}'}"
         )
     return done.stdout.splitlines()

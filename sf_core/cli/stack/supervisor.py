@@ -123,14 +123,14 @@ class Supervisor:
         """Call the probe until it returns a true value, and return that. Raises StackError after the timeout,
         or when a process ends that was never ready, because it would end again."""
         deadline = time.monotonic() + timeout_s
-        while not (found := probe()):
+        while not (result := probe()):
             if not process.was_ready and process.code() is not None:
                 raise StackError(f"{process.name} ended: {process.tail()} ({process.log})")
             if time.monotonic() > deadline:
                 raise StackError(f"{process.name} was not ready after {timeout_s:.0f} s; log: {process.log}")
             time.sleep(every_s)
         process.was_ready = True
-        return found
+        return result
 
     def pids(self) -> dict[str, int]:
         """Process ids of the parts by name; 0 for a part that does not run."""
@@ -161,14 +161,14 @@ class Supervisor:
 
     def _launch(self) -> None:
         # output of supervisord before it opens its log
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as output:
             self._daemon = subprocess.Popen(
                 python_module(
                     "sf_core.cli.stack.supervisord_child", "-n", "-s", "-c", str(self._configuration)
                 ),
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env={**self.env, MARK: str(self.folder)},
                 start_new_session=True,
                 preexec_fn=None if self.stays else partial(end_with, os.getpid()),
@@ -176,8 +176,8 @@ class Supervisor:
             deadline = time.monotonic() + ANSWER_S
             while read_pid(self.folder) != self._daemon.pid:
                 if self._daemon.poll() is not None or time.monotonic() > deadline:
-                    said.seek(0)
-                    raise StackError(f"supervisord does not start: {_why(said.read(), self.logs)}")
+                    output.seek(0)
+                    raise StackError(f"supervisord does not start: {_why(output.read(), self.logs)}")
                 time.sleep(0.02)
 
 
@@ -230,15 +230,15 @@ class Process:
 
 def make_configuration(folder: Path, logs: Path, programs: Iterable[Part], stop_s: float) -> str:
     """Content of supervisord.conf for a stack."""
-    places = {"folder": _escape(str(folder)), "logs": _escape(str(logs))}
-    sections = [HEAD.format(**places)]
+    folders = {"folder": _escape(str(folder)), "logs": _escape(str(logs))}
+    sections = [HEAD.format(**folders)]
     for part in programs:
         # `env`, because supervisord's own `environment` cannot hold all values
         command = ["env", *(f"{key}={value}" for key, value in part.env.items()), *part.command]
         if part.gives_way:
             command = ["nice", "-n", "10", *command]
         line = _escape(shlex.join(command))
-        sections.append(PROGRAM.format(name=part.name, command=line, stop_s=stop_s, **places))
+        sections.append(PROGRAM.format(name=part.name, command=line, stop_s=stop_s, **folders))
         sections.append(ONCE if part.once else KEPT)
     return "".join(sections)
 
@@ -278,8 +278,8 @@ def call(folder: Path, method: str, *arguments: str, patience_s: float = 0.0) ->
         try:
             return getattr(server.supervisor, method)(*arguments)
         except TimeoutError:
-            who = f"supervisord, which runs the processes of {folder}"
-            raise TimeoutError(f"{who}, did not answer {method} for {patience_s:.0f} s") from None
+            supervisor = f"supervisord, which runs the processes of {folder}"
+            raise TimeoutError(f"{supervisor}, did not answer {method} for {patience_s:.0f} s") from None
 
 
 def read_pid(folder: Path) -> int | None:
@@ -311,9 +311,9 @@ class _UnixTransport(Transport):
         return self._made
 
 
-def _why(said: bytes, logs: Path) -> str:
+def _why(output: bytes, logs: Path) -> str:
     """The first line of supervisord's output, else a reference to its log."""
-    lines = said.decode(errors="replace").strip().splitlines()
+    lines = output.decode(errors="replace").strip().splitlines()
     log = logs / "supervisord.log"
     return lines[0] if lines else f"see {log}" if log.exists() else "it says nothing"
 

@@ -112,8 +112,8 @@ def sweep(
 
 
 def _check_choice(config: list[Path] | None, resume: str | None, show: str | None) -> None:
-    given = {"CONFIG": config, "--resume NAME": resume, "--show NAME": show}
-    named = [option for option, value in given.items() if value]
+    options = {"CONFIG": config, "--resume NAME": resume, "--show NAME": show}
+    named = [option for option, value in options.items() if value]
     if len(named) != 1:
         which = f"not {' and '.join(named)}" if named else "to begin, continue or show a sweep"
         fail(f"sf sweep needs one of CONFIG, --resume NAME and --show NAME, {which}")
@@ -126,14 +126,14 @@ def _begin(files: list[Path], overrides: list[str], seeds: int, name: str | None
     from sf_core.sweeps.sweep import OpenSweep, SweepFolder
     from storage.files import absolute, check_writable
 
-    given = expand(files, overrides, seeds, name, check_config)
-    for setting in given.settings:
+    settings_of_sweep = expand(files, overrides, seeds, name, check_config)
+    for setting in settings_of_sweep.settings:
         if setting.fault is not None:
-            told = f"{setting.label} has no runs: {setting.fault}"
-            errors.print(make_printable(told), soft_wrap=True)
-    folder = SweepFolder(absolute(given.root), given.name)
+            sentence = f"{setting.label} has no runs: {setting.fault}"
+            errors.print(make_printable(sentence), soft_wrap=True)
+    folder = SweepFolder(absolute(settings_of_sweep.root), settings_of_sweep.name)
     check_writable(folder.root)
-    return OpenSweep(folder, folder.put(given))
+    return OpenSweep(folder, folder.put(settings_of_sweep))
 
 
 def _run(opened: OpenSweep, at_once: int | None) -> None:

@@ -63,9 +63,9 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
     except ValueError as error:
         raise SweepError(str(error)) from None
     check_surroundings(first)
-    takes = max(bytes_of_two_workers(PolicySizes.of(config)) for config in opened.configs)
-    place = RunDirectory(opened.folder.uri)
-    local = Path(place.local_dir)
+    worker_bytes = max(bytes_of_two_workers(PolicySizes.of(config)) for config in opened.configs)
+    directory = RunDirectory(opened.folder.uri)
+    local = Path(directory.local_dir)
     local.mkdir(parents=True, exist_ok=True)
     try:
         lock = hold_folder(local, f"sweep {name}", "to begin another sweep, add --name NAME")
@@ -77,7 +77,7 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
         if scheduler_of(first) is not None:
             stack.stop_s = FREED_S
         try:
-            code = _run(opened, at_once, takes, stack, ended, local, console)
+            code = _run(opened, at_once, worker_bytes, stack, ended, local, console)
         except StackError as error:
             raise SweepError(str(error)) from None
         except KeyboardInterrupt:
@@ -97,7 +97,7 @@ def check_config(config: RunConfig) -> None:
     check_runnable(config)
     check_held_out(config)
     sizes = PolicySizes.of(config)
-    workers = find_workers(config, takes=bytes_of_two_workers(sizes))
+    workers = find_workers(config, worker_bytes=bytes_of_two_workers(sizes))
     if scheduler_of(config) is None:
         make_plan(workers, config)
     check_surroundings(config)
@@ -112,7 +112,7 @@ def _environment(configs: list[RunConfig]) -> dict[str, str]:
 def _run(
     opened: OpenSweep,
     at_once: int | None,
-    takes: int,
+    worker_bytes: int,
     stack: Supervisor,
     ended: ExitStack,
     local: Path,
@@ -123,12 +123,12 @@ def _run(
     dataplane = config.dataplane.url or dataplane_url()
     progress = LineProgress(console)
     if started := name_started(prefect_api_url(), scheduler_of(config), dataplane):
-        progress.note(f"starting {started}")
+        progress.show_status(f"starting {started}")
     ready = start_services(
         stack,
         local,
         copy_workers(
-            workers_here(config, takes),
+            workers_here(config, worker_bytes),
             count_gpus(),
             at_once,
             may_move=all(worker.device is None for worker in config.cluster.workers.values()),
@@ -140,7 +140,7 @@ def _run(
     services = ready()
     if dataplane is None:
         ended.callback(_note_end, opened, services.dataplane)
-    progress.note(f"watch it at {services.api.removesuffix('/api')}")
+    progress.show_status(f"watch it at {services.api.removesuffix('/api')}")
     return _run_flow(opened, at_once, stack, services, progress.hear)
 
 

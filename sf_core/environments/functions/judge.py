@@ -93,8 +93,8 @@ async def returns_of(
 
     Returns the value of each call as JSON text. The entry of a call is None if the call raised an error, took
     longer than `wait_s` seconds, or returned a value that JSON cannot represent."""
-    given = {"source": source, "function": function, "calls": calls, "cpu_s": CPU_S, "wait_s": wait_s}
-    ended = await box.run_python(DRIVER, stdin=json.dumps(given), timeout_s=RUN_S)
+    job = {"source": source, "function": function, "calls": calls, "cpu_s": CPU_S, "wait_s": wait_s}
+    ended = await box.run_python(DRIVER, stdin=json.dumps(job), timeout_s=RUN_S)
     returned: list[str | None] = [None] * len(calls)
     for line in ended.output.splitlines():
         try:

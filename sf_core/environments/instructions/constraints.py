@@ -23,7 +23,7 @@ Parameters = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Kind:
     draw: Callable[[Random, Split], Parameters]
-    tell: Callable[[Parameters], str]
+    describe: Callable[[Parameters], str]
     """The sentence that the policy reads."""
     check: Callable[[str, Parameters], float]
     """The share of the constraint that a text keeps, 0 to 1."""
@@ -44,9 +44,9 @@ def _quote(words: list[str]) -> str:
     return " and ".join(f'"{word}"' for word in words)
 
 
-def _make_fixed(text: str, holds: Callable[[str], bool], *uses: str) -> Kind:
+def _make_fixed(text: str, is_met: Callable[[str], bool], *uses: str) -> Kind:
     """A constraint without parameters."""
-    return Kind(lambda random, split: {}, lambda _: text, lambda answer, _: float(holds(answer)), uses)
+    return Kind(lambda random, split: {}, lambda _: text, lambda answer, _: float(is_met(answer)), uses)
 
 
 def _make_counted(low: int, high: int, text: str, count: Callable[[str], int], *uses: str) -> Kind:
@@ -59,8 +59,8 @@ def _make_counted(low: int, high: int, text: str, count: Callable[[str], int], *
     )
 
 
-def _share(words: list[str], holds: Callable[[str], bool]) -> float:
-    return sum(map(holds, words)) / len(words)
+def _share(words: list[str], is_met: Callable[[str], bool]) -> float:
+    return sum(map(is_met, words)) / len(words)
 
 
 def _draw_words(count: int) -> Callable[[Random, Split], Parameters]:

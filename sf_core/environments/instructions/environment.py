@@ -56,7 +56,7 @@ class Instructions(Environment):
         number = random.randint(*self.constraints)
         drawn = {name: KINDS[name].draw(random, split) for name in draw_kinds(random, self.kinds, number)}
         sentences = [f"Write {self.text} about {subject}."]
-        sentences += [KINDS[name].tell(constraint) for name, constraint in drawn.items()]
+        sentences += [KINDS[name].describe(constraint) for name, constraint in drawn.items()]
         metadata = {"subject": subject, "constraints": drawn}
         return Task(f"instructions-{split}-{index}", "instructions", " ".join(sentences), metadata=metadata)
 
@@ -76,9 +76,9 @@ class Instructions(Environment):
     def reward(self, task: Task, answer: str | dict[str, Any]) -> dict[str, float]:
         """Score the agent's answer. A plain text, as a command prints it, counts as a whole answer."""
         drawn: dict[str, Any] = task.metadata["constraints"]
-        given = {"text": answer, "is_whole": True} if isinstance(answer, str) else answer
-        text = str(given["text"]).strip()
-        counts = given["is_whole"] and is_about(text, task.metadata["subject"])
+        whole_answer = {"text": answer, "is_whole": True} if isinstance(answer, str) else answer
+        text = str(whole_answer["text"]).strip()
+        counts = whole_answer["is_whole"] and is_about(text, task.metadata["subject"])
         return {
             name: KINDS[name].check(text, its) / len(drawn) if counts else 0.0 for name, its in drawn.items()
         }
@@ -86,9 +86,13 @@ class Instructions(Environment):
     def _explain_broken(self, task: Task, answer: dict[str, Any]) -> str:
         """What to tell of an answer; empty if it keeps everything."""
         drawn = task.metadata["constraints"]
-        kept = self.reward(task, answer)
-        broken = [KINDS[name].tell(its) for name, its in drawn.items() if kept[name] < 1 / len(drawn)]
-        if broken and not any(kept.values()):
+        rewards = self.reward(task, answer)
+        broken = [
+            KINDS[name].describe(parameters)
+            for name, parameters in drawn.items()
+            if rewards[name] < 1 / len(drawn)
+        ]
+        if broken and not any(rewards.values()):
             broken.insert(0, f"Write {self.text} about {task.metadata['subject']}.")
         return f"That is not right. {' '.join(broken)}" if broken else ""
 

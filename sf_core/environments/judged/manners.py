@@ -91,10 +91,12 @@ def ask_about(text: str) -> list[dict[str, str]]:
     def ask(sentence: str) -> dict[str, str]:
         return {"role": "user", "content": f"Sentence: {sentence}\nPolite (yes or no)?"}
 
-    shown = [
-        message for one, said in _EXAMPLES for message in (ask(one), {"role": "assistant", "content": said})
+    examples = [
+        message
+        for request, reply in _EXAMPLES
+        for message in (ask(request), {"role": "assistant", "content": reply})
     ]
-    return [*shown, ask(text)]
+    return [*examples, ask(text)]
 
 
 def _favours(split: Split) -> list[str]:

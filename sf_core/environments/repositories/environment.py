@@ -99,8 +99,8 @@ class Repositories(Environment):
     async def find_failing(self, instance_id: str, answer: Any) -> dict[str, str]:
         """The named tests that do not pass with such an answer, and why. Raises ValueError with one sentence
         if the row is to blame."""
-        async with self._open(instance_id) as given:
-            failing = await find_failing_tests(*given, answer, self.timeout_s)
+        async with self._open(instance_id) as opened:
+            failing = await find_failing_tests(*opened, answer, self.timeout_s)
         if failing and (fault := await self.fault_of_row(instance_id)):
             number = list(self.instances).index(instance_id) + 1
             raise ValueError(
@@ -120,8 +120,8 @@ class Repositories(Environment):
         return self._faults[instance_id]
 
     async def _ask_row(self, instance_id: str) -> str | None:
-        async with self._open(instance_id) as given:
-            return await fault_of_row(*given, self.timeout_s)
+        async with self._open(instance_id) as opened:
+            return await fault_of_row(*opened, self.timeout_s)
 
     @asynccontextmanager
     async def _open(self, instance_id: str) -> AsyncIterator[tuple[Sandbox, Instance, dict[str, bytes]]]:
@@ -158,9 +158,9 @@ class Repositories(Environment):
     @cached_property
     def instances(self) -> dict[str, Instance]:
         """The instances by their ids. Raises ValueError with one sentence."""
-        found = read_instances(self.dataset)
-        check_sources(self.repositories, ((instance.repo, instance.base_commit) for instance in found))
-        return {instance.instance_id: instance for instance in found}
+        instances = read_instances(self.dataset)
+        check_sources(self.repositories, ((instance.repo, instance.base_commit) for instance in instances))
+        return {instance.instance_id: instance for instance in instances}
 
     @cached_property
     def _faults(self) -> dict[str, str | None]:

@@ -34,7 +34,7 @@ class Reporter:
         # known before the code under test runs, which might call pytest.xfail
         self._expected = {item.nodeid for item in items if item.get_closest_marker("xfail")}
         for item in items if self._only_collects else ():
-            self._tell(item.nodeid)
+            self._report(item.nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         test = report.nodeid
@@ -46,9 +46,9 @@ class Reporter:
             if len(self._whys) < MOST_WHYS:
                 self._whys.setdefault(test, report.longreprtext[:MAX_WHY])
         if report.when == "teardown":
-            self._tell(test)
+            self._report(test)
 
-    def _tell(self, test: str) -> None:
+    def _report(self, test: str) -> None:
         facts = {"test": test, "passed": test in self._passed, "why": self._whys.get(test, "")}
         self._out.write(f"{self._word} {json.dumps(facts)}\n")
         self._out.flush()

@@ -60,26 +60,26 @@ def cut(patch: str, protected: re.Pattern[str]) -> str:
     patch cannot leave files out, and a part that does not fit would spoil the others. A patch may be made to
     deceive this, so it protects no file."""
     parts = [(part, _find_changed(part)) for part in _PART.split(patch)]
-    kept = [(part, file) for part, file in parts if file is None or not protected.match(file)]
-    changes_nothing = not any(file for _, file in kept)
-    if len(kept) < len(parts) and changes_nothing:
+    allowed = [(part, file) for part, file in parts if file is None or not protected.match(file)]
+    changes_nothing = not any(file for _, file in allowed)
+    if len(allowed) < len(parts) and changes_nothing:
         return ""
-    return "".join(part for part, _ in kept)
+    return "".join(part for part, _ in allowed)
 
 
 def _find_changed(part: str) -> str | None:
     """The file that is changed by a part of a patch, or None if it does not say."""
     header = part.partition("\n@@ ")[0]
-    facts = {what: _unquote(name) for what, name in _FACT.findall(header)}
-    for what in ("rename to", "copy to"):
-        if name := facts.get(what):
+    facts = {line: _unquote(name) for line, name in _FACT.findall(header)}
+    for line in ("rename to", "copy to"):
+        if name := facts.get(line):
             return normpath(name)
-    for what in ("+++", "---"):
-        if name := facts.get(what):
+    for line in ("+++", "---"):
+        if name := facts.get(line):
             _, slash, below = name.partition("/")
             return normpath(below.lstrip("/") if slash else name)
-    found = _HEADER.search(header)
-    return None if found is None else _name_of_both(found[1])
+    match = _HEADER.search(header)
+    return None if match is None else _name_of_both(match[1])
 
 
 def _name_of_both(names: str) -> str | None:

@@ -75,15 +75,15 @@ async def fault_of_row(
     told."""
     if misfit := await _put(box, instance, base, instance.patch):
         return f"the {misfit} does not apply to base_commit"
-    ended, written, told = await _run_pytest(
+    ended, written, reports = await _run_pytest(
         box, instance.test_files, timeout_s, instance.tests, only_collects=True
     )
     if ended.ended_by != "exit":
         raise SandboxError(
             f"pytest used too much {ended.ended_by} while it collected tests with the patch applied"
         )
-    found = {facts["test"] for facts in told}
-    missing = [test for test in instance.tests if test not in found]
+    run_tests = {facts["test"] for facts in reports}
+    missing = [test for test in instance.tests if test not in run_tests]
     if not missing:
         return None
     more = f", nor {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -122,8 +122,8 @@ async def run_tests(
 ) -> dict[str, CaseOutcome]:
     """Outcomes of these tests, or of all in the files, as far as they were run to their end. `max_failing`:
     no test is run after so many have failed; 0: all are."""
-    _, _, told = await _run_pytest(box, files, timeout_s, tests, max_failing=max_failing)
-    return {facts["test"]: CaseOutcome(facts["passed"], facts["why"]) for facts in told}
+    _, _, reports = await _run_pytest(box, files, timeout_s, tests, max_failing=max_failing)
+    return {facts["test"]: CaseOutcome(facts["passed"], facts["why"]) for facts in reports}
 
 
 async def _run_pytest(
@@ -136,7 +136,7 @@ async def _run_pytest(
 ) -> tuple[Ended, CommandOutput, list[dict[str, Any]]]:
     """How it ended, what it wrote, and what inside.py has told."""
     word = secrets.token_hex(16)
-    asked = {
+    job = {
         "word": word,
         "files": list(files),
         "tests": None if tests is None else list(tests),
@@ -145,15 +145,15 @@ async def _run_pytest(
     }
     written = CommandOutput()
     words = ["python3", "-s", "-P", "-c", INSIDE]
-    ended = await box.run(words, stdin=json.dumps(asked), timeout_s=timeout_s, env=VARIABLES, written=written)
+    ended = await box.run(words, stdin=json.dumps(job), timeout_s=timeout_s, env=VARIABLES, written=written)
     try:
         # what follows the last newline was cut off
         lines = written.answer().split("\n")[:-1]
     except NoAnswerError:
         # the code under test has found a way to write there
         lines = []
-    told = [json.loads(line.removeprefix(word)) for line in lines if line.startswith(word)]
-    return ended, written, told
+    reports = [json.loads(line.removeprefix(word)) for line in lines if line.startswith(word)]
+    return ended, written, reports
 
 
 def _data_sets(instance: Instance) -> Iterator[str]:

@@ -15,32 +15,34 @@ CACHED = 8
 """Commits kept in memory: the sessions of a group ask for the same one."""
 
 
-def check_sources(place: str, commits: Iterable[tuple[str, str]]) -> None:
+def check_sources(repositories: str, commits: Iterable[tuple[str, str]]) -> None:
     """Raises ValueError with one sentence unless the place has these commits, as (repository, id)."""
     by_repo: dict[str, list[str]] = {}
     for repo, commit in commits:
         by_repo.setdefault(repo, []).append(commit)
-    for repo, wanted in by_repo.items():
-        folder = _git_folder(place, repo)
+    for repo, wanted_commits in by_repo.items():
+        folder = _git_folder(repositories, repo)
         if folder is not None:
-            if missing := _find_missing(folder, wanted):
+            if missing := _find_missing(folder, wanted_commits):
                 raise ValueError(f"{folder} has no commit {missing[0]}")
             continue
-        for commit in wanted:
-            if _archive(place, repo, commit) is None:
+        for commit in wanted_commits:
+            if _archive(repositories, repo, commit) is None:
                 names = f"{_slug(repo)} or {repo}", f"{_slug(repo)}-{commit}.tar.gz"
-                raise ValueError(f"{place} has neither a git folder {names[0]} nor an archive {names[1]}")
+                raise ValueError(
+                    f"{repositories} has neither a git folder {names[0]} nor an archive {names[1]}"
+                )
 
 
 @lru_cache(maxsize=CACHED)
-def files_at(place: str, repo: str, commit: str) -> dict[str, bytes]:
+def files_at(repositories: str, repo: str, commit: str) -> dict[str, bytes]:
     """Its files by their names, without links. Nobody may change what is returned."""
-    folder = _git_folder(place, repo)
+    folder = _git_folder(repositories, repo)
     if folder is not None:
         return _from_git(folder, commit)
-    archive = _archive(place, repo, commit)
+    archive = _archive(repositories, repo, commit)
     if archive is None:
-        raise ValueError(f"{place} no longer has the commit {commit} of {repo}")
+        raise ValueError(f"{repositories} no longer has the commit {commit} of {repo}")
     return _unpack(read_bytes(archive), repo.partition("/")[2])
 
 
@@ -48,14 +50,14 @@ def _slug(repo: str) -> str:
     return repo.replace("/", "__")
 
 
-def _archive(place: str, repo: str, commit: str) -> str | None:
-    names = (join(place, f"{name}-{commit}.tar.gz") for name in (_slug(repo), repo.partition("/")[2]))
+def _archive(repositories: str, repo: str, commit: str) -> str | None:
+    names = (join(repositories, f"{name}-{commit}.tar.gz") for name in (_slug(repo), repo.partition("/")[2]))
     return next(filter(exists, names), None)
 
 
-def _git_folder(place: str, repo: str) -> Path | None:
+def _git_folder(repositories: str, repo: str) -> Path | None:
     for name in (_slug(repo), repo):
-        for folder in (Path(place, name), Path(place, f"{name}.git")):
+        for folder in (Path(repositories, name), Path(repositories, f"{name}.git")):
             if (folder / ".git").exists():
                 return folder / ".git"
             if (folder / "HEAD").is_file():

@@ -60,12 +60,12 @@ async def run_shell(box: Sandbox, command: str, timeout_s: float) -> str:
     output.add(ended.output.encode())
     match ended.ended_by:
         case "exit":
-            told = f"exit status {ended.status}" if ended.status else ""
+            remark = f"exit status {ended.status}" if ended.status else ""
         case "time":
-            told = f"ended after {timeout_s:g} s"
+            remark = f"ended after {timeout_s:g} s"
         case reason:
-            told = f"ended: too much {reason}"
-    return "\n".join(filter(None, (output.text().rstrip("\n"), told)))
+            remark = f"ended: too much {reason}"
+    return "\n".join(filter(None, (output.text().rstrip("\n"), remark)))
 
 
 async def _by_git(box: Sandbox, script: str, *words: str) -> str:

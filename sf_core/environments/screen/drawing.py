@@ -48,11 +48,11 @@ class Screen:
 
     def click(self, x: int, y: int) -> None:
         """Press the button at this pixel, if there is one that is not pressed yet."""
-        place = x // CELL, y // CELL
+        cell = x // CELL, y // CELL
         inside = all(MARGIN <= pixel % CELL < CELL - MARGIN for pixel in (x, y))
-        if inside and place in self.buttons and place not in self._grey:
-            self._grey.add(place)
-            self.pressed.append(self.buttons[place])
+        if inside and cell in self.buttons and cell not in self._grey:
+            self._grey.add(cell)
+            self.pressed.append(self.buttons[cell])
 
     def draw(self) -> bytes:
         """The screen as it is now, as PNG."""
@@ -78,9 +78,9 @@ def write_rows(buttons: Mapping[Place, str], columns: int, rows: int) -> list[st
     ]
 
 
-def centre(place: Place) -> tuple[int, int]:
+def centre(cell: Place) -> tuple[int, int]:
     """The pixel in the middle of a place."""
-    column, row = place
+    column, row = cell
     return column * CELL + CELL // 2, row * CELL + CELL // 2
 
 

@@ -60,12 +60,12 @@ class ScreenOfButtons(Environment):
             )
         screen = Screen(rows)
         instruction = f"Press all {colour} buttons."
-        places = [place for place, painted in screen.buttons.items() if painted == colour]
+        targets = [cell for cell, button_colour in screen.buttons.items() if button_colour == colour]
         return Task(
             f"screen-{split}-{index}",
             "screen",
             "\n".join([instruction, *rows]),
-            "; ".join(map(_write, places)),
+            "; ".join(map(_write, targets)),
             {"instruction": instruction, "colour": colour, "rows": rows},
         )
 
@@ -78,8 +78,8 @@ class ScreenOfButtons(Environment):
             clicks.append(at)
             return as_parts([], screen.draw())
 
-        shown = as_parts([task.metadata["instruction"]], screen.draw())
-        await run_tool_loop(endpoint, shown, [_tool(click)], max_turns=self.targets)
+        prompt = as_parts([task.metadata["instruction"]], screen.draw())
+        await run_tool_loop(endpoint, prompt, [_tool(click)], max_turns=self.targets)
         return "; ".join(clicks)
 
     def reward(self, task: Task, answer: str) -> float:
@@ -108,11 +108,11 @@ class ScreenOfButtons(Environment):
     def _draw(self, random: Random) -> tuple[str, list[str]]:
         """A colour, and a screen with buttons of it."""
         colour = random.choice(self.named)
-        other_colours = [other for other in COLOURS if other != colour]
-        places: list[Place] = []
+        other_colours = [another for another in COLOURS if another != colour]
+        cells: list[Place] = []
         for row in range(self.rows):
-            places += [(column, row) for column in range(self.columns)]
-        chosen = random.sample(places, self.targets + self.others)
+            cells += [(column, row) for column in range(self.columns)]
+        chosen = random.sample(cells, self.targets + self.others)
         colours = [colour] * self.targets + random.choices(other_colours, k=self.others)
         buttons = dict(zip(chosen, colours, strict=True))
         return colour, write_rows(buttons, self.columns, self.rows)
@@ -122,13 +122,13 @@ def _tool(click: Callable[..., Any]) -> Tool:
     return Tool("click", "Click at a pixel of the screen, as X,Y.", PARAMETERS, click)
 
 
-def _write(place: Place) -> str:
-    x, y = centre(place)
+def _write(cell: Place) -> str:
+    x, y = centre(cell)
     return f"{x},{y}"
 
 
 def _click(screen: Screen, at: str) -> None:
-    found = CLICK.fullmatch(at)
-    if found is None:
+    match = CLICK.fullmatch(at)
+    if match is None:
         raise ValueError("expected X,Y, two numbers")
-    screen.click(int(found[1]), int(found[2]))
+    screen.click(int(match[1]), int(match[2]))

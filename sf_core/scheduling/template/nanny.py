@@ -42,5 +42,5 @@ def template_modules(tags: Iterable[str]) -> list[str]:
 
 def heavy_modules(tags: Iterable[str]) -> list[str]:
     """Libraries that take seconds to import and that a worker with these tags needs."""
-    found = {module for tag in tags for module in HEAVY.get(tag, ())}
-    return sorted(found - {"torch"} if computes_nothing() else found)
+    modules = {module for tag in tags for module in HEAVY.get(tag, ())}
+    return sorted(modules - {"torch"} if computes_nothing() else modules)

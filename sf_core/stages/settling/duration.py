@@ -57,7 +57,7 @@ class Estimate:
                     text=True,
                 )
 
-    def tell(self) -> str | None:
+    def describe(self) -> str | None:
         """The estimate, as a sentence; None if nothing was measured."""
         if self._sizes is None or not self._products:
             return None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sf_core.cli.command_lock import hold
+from sf_core.cli.command_lock import lock_run
 from sf_core.cli.launch import _run_once
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
@@ -79,9 +79,9 @@ def stopped_run(finished_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped_run: RunDirectory) -> None:
-    program = "import sys, time; from sf_core.cli.command_lock import hold\n"
+    program = "import sys, time; from sf_core.cli.command_lock import lock_run\n"
     program += "from storage.run_directory import RunDirectory\n"
-    program += "lock = hold(RunDirectory(sys.argv[1])); print(flush=True); time.sleep(60)"
+    program += "lock = lock_run(RunDirectory(sys.argv[1])); print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", program, stopped_run.uri]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
         assert first.stdout
@@ -91,7 +91,7 @@ def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped_run: RunDirec
         assert (code, who in output, "stop that command with Ctrl-C" in output) == (1, True, True), output
         assert first.poll() is None
         first.kill()
-    with hold(stopped_run):
+    with lock_run(stopped_run):
         pass
 
 
@@ -104,7 +104,7 @@ def test_runs_of_one_name_at_several_places_are_used_at_the_same_time(
             run = RunDirectory(f"{root}/r")
             runs.configure(run, train={"iterations": 3}, storage={"root": root})
             Path(run.local_dir).mkdir(parents=True, exist_ok=True)
-            held.enter_context(hold(run))
+            held.enter_context(lock_run(run))
             code, output = sf("resume", run.uri, "--skip-try")
             assert (code, "run r is in use by another command" in output) == (1, True), output
 

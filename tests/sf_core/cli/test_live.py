@@ -61,28 +61,28 @@ def test_held_out_rewards_appear_as_they_are_committed_whatever_the_storage_does
     run = RunDirectory(str(tmp_path / "r"))
     sections = {"train": {"iterations": 3}, "evaluate": {"every": 2}, "storage": {"root": str(tmp_path)}}
     held_out = HeldOutRewards(configure(run, **sections))
-    assert held_out.look() == {}
+    assert held_out.refresh() == {}
     # what stands where a file should be cannot be read
     in_the_way = Path(run.manifest_file(0, "evaluate"))
     in_the_way.mkdir(parents=True)
-    assert held_out.look() == {}
+    assert held_out.refresh() == {}
     in_the_way.rmdir()
     in_the_way.write_text("{", encoding="utf-8")
-    assert held_out.look() == {}
+    assert held_out.refresh() == {}
     in_the_way.unlink()
     for version in (0, 2):
         commit(run, version, "evaluate", data={"reward_mean": version / 10})
-    assert held_out.look() == {0: 0.0, 2: 0.2}
+    assert held_out.refresh() == {0: 0.0, 2: 0.2}
     commit(run, 3, "evaluate", data={"reward_mean": 0.3})
-    assert held_out.look() == {0: 0.0, 2: 0.2, 3: 0.3}
+    assert held_out.refresh() == {0: 0.0, 2: 0.2, 3: 0.3}
 
 
 def test_held_out_rewards_are_not_looked_for_at_every_update(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
     held_out = HeldOutRewards(configure(run, storage={"root": str(tmp_path)}))
-    assert held_out.look() == {}
+    assert held_out.refresh() == {}
     commit(run, 0, "evaluate", data={"reward_mean": 0.5})
-    assert held_out.look() == {}
+    assert held_out.refresh() == {}
 
 
 def lines() -> tuple[LineProgress, Callable[[], list[str]]]:
@@ -93,7 +93,7 @@ def lines() -> tuple[LineProgress, Callable[[], list[str]]]:
 
 def test_without_a_terminal_what_a_flow_logs_of_its_progress_and_waits_is_passed_on() -> None:
     progress, told = lines()
-    progress.note("watch it at http://127.0.0.1:4200")
+    progress.show_status("watch it at http://127.0.0.1:4200")
     for line in (
         "17:00:01.123 | WARNING | sf_core.waits - waiting since 17:00:00, until 18:00:00, for the warm start",
         "17:00:01.124 | INFO    | sf_core.reports.log_lines - iteration 0, 1 of 3: reward 0.250, 2.0 s",

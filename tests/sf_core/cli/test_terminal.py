@@ -67,15 +67,15 @@ def test_the_live_lines_of_a_run_do_not_steer_the_terminal() -> None:
     progress = RunProgress(console, 10)
     with Live(progress, console=console, auto_refresh=False):
         progress.update({**STATUS, **hostile}, {})  # type: ignore[typeddict-item]
-        progress.note(HOSTILE)
+        progress.show_status(HOSTILE)
     text = printed(console)
     assert text.count(SHOWN) >= 5 and "\x1b" not in text and "\x07" not in text
 
 
 def test_lines_of_a_log_and_of_a_conversation_do_not_steer_the_terminal() -> None:
     console = in_a_terminal()
-    LineProgress(console).note(HOSTILE)
-    Printer(console).say(HOSTILE, HOSTILE)
+    LineProgress(console).show_status(HOSTILE)
+    Printer(console).print_part(HOSTILE, HOSTILE)
     text = printed(console)
     assert text.count(SHOWN) == 3 and "\x1b" not in text and "\x07" not in text
 

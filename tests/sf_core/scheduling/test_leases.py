@@ -272,7 +272,7 @@ def test_at_the_end_only_leases_that_have_begun_on_workers_that_are_there_are_aw
     bench.end("t0", LeaseEnd("returned"))
     bench.observe()
     begun = {lease.holder for lease in bench.given.values() if lease.worker != "a0"} - {"t0:t0-4.1"}
-    assert bench.leases.to_await(begun) == ["r0-1.1"]
+    assert bench.leases.ids_to_await(begun) == ["r0-1.1"]
 
 
 class Cluster(RuleBasedStateMachine):

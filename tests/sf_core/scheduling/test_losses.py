@@ -23,7 +23,7 @@ def connected(*, without: str = "", restarted: str = "") -> dict[str, Worker]:
 @pytest.fixture
 def losses() -> Losses:
     losses = Losses()
-    assert losses.look(connected(), PLAN, held=TAGS) == []
+    assert losses.describe_losses(connected(), PLAN, leased=TAGS) == []
     return losses
 
 
@@ -43,21 +43,21 @@ def losses() -> Losses:
 def test_a_lost_worker_is_named_once_with_the_place_where_the_run_continues(
     losses: Losses, name: str, sentence: str
 ) -> None:
-    assert losses.look(connected(without=name), PLAN, held=TAGS) == [sentence]
-    assert losses.look(connected(without=name), PLAN, held=TAGS) == []
-    assert losses.look(connected(restarted=name), PLAN, held=TAGS) == [f"worker {name} is back"]
-    assert losses.look(connected(restarted=name), PLAN, held=TAGS) == []
+    assert losses.describe_losses(connected(without=name), PLAN, leased=TAGS) == [sentence]
+    assert losses.describe_losses(connected(without=name), PLAN, leased=TAGS) == []
+    assert losses.describe_losses(connected(restarted=name), PLAN, leased=TAGS) == [f"worker {name} is back"]
+    assert losses.describe_losses(connected(restarted=name), PLAN, leased=TAGS) == []
 
 
 def test_a_worker_that_restarts_between_two_looks_is_named(losses: Losses) -> None:
-    told = losses.look(connected(restarted="r0"), PLAN, held=TAGS)
-    assert told == ["worker r0 was lost and is back: its answers continue there"]
+    sentences = losses.describe_losses(connected(restarted="r0"), PLAN, leased=TAGS)
+    assert sentences == ["worker r0 was lost and is back: its answers continue there"]
 
 
 def test_a_runner_that_has_given_back_its_lease_is_not_missed(losses: Losses) -> None:
-    assert losses.look(connected(without="a1"), PLAN, held={"r0", "a0"}) == []
+    assert losses.describe_losses(connected(without="a1"), PLAN, leased={"r0", "a0"}) == []
 
 
 def test_nobody_is_lost_while_the_scheduler_does_not_answer(losses: Losses) -> None:
-    assert losses.look({}, PLAN, held=TAGS) == []
-    assert losses.look(connected(), PLAN, held=TAGS) == []
+    assert losses.describe_losses({}, PLAN, leased=TAGS) == []
+    assert losses.describe_losses(connected(), PLAN, leased=TAGS) == []

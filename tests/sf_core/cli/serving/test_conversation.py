@@ -22,7 +22,7 @@ def test_a_picture_is_printed_as_what_it_is_and_as_one_placeholder(tmp_path: Pat
     picture = {"type": "image", "sha256": "0" * 64, "width": 112, "height": 84}
     shown = [{"type": "text", "text": "Look: "}, picture, {"type": "text", "text": " here"}]
     session.open_prompt([{"role": "user", "content": shown}], [], renderer)
-    SessionPrinter(Printer(Console(file=printed, width=200)), renderer, session).look()
+    SessionPrinter(Printer(Console(file=printed, width=200)), renderer, session).print_new()
     told = printed.getvalue()
     assert "[picture, 112 by 84]" in told
     assert "Look: <|vision_start|><|image_pad|><|vision_end|> here<|im_end|>" in told
