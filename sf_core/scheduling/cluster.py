@@ -163,8 +163,8 @@ def scheduler_of(config: RunConfig) -> str | None:
 
 
 def find_workers(config: RunConfig, scheduler: str | None = None, worker_bytes: int = 0) -> list[Worker]:
-    """Workers connected to that scheduler, else those that a run would get (`scheduler_of`). `worker_bytes`: as that
-    of `workers_here`. Raises ValueError if the scheduler cannot be reached."""
+    """Workers connected to that scheduler, else those that a run would get (`scheduler_of`). `worker_bytes`:
+    as that of `workers_here`. Raises ValueError if the scheduler cannot be reached."""
     if address := scheduler or scheduler_of(config):
         return select_own(read_workers(address))
     return [
@@ -181,8 +181,8 @@ def find_workers(config: RunConfig, scheduler: str | None = None, worker_bytes: 
 
 def workers_here(config: RunConfig, worker_bytes: int = 0) -> dict[str, WorkerConfig]:
     """The workers that this machine starts for a run, each with its device. Emulated ones compute nothing.
-    `worker_bytes`: bytes of the host's memory that all processes take, if one worker samples and another one trains
-    on CPUs."""
+    `worker_bytes`: bytes of the host's memory that all processes take, if one worker samples and another one
+    trains on CPUs."""
     num_gpus = 0 if config.engine.kind == "emulated" else count_gpus()
     return local_workers(config, num_gpus, has_room=worker_bytes <= int(MEMORY_LIMIT))
 

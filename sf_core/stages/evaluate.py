@@ -77,7 +77,7 @@ class Evaluation:
         )
 
 
-def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning) -> Evaluation:
+def open_evaluation(config: RunConfig, report: Callable[[str], None] = log.warning) -> Evaluation:
     """The evaluation of the run that `config` names; if it is done already, the result is passed to `tell`.
 
     Raises ValueError with one sentence if there is no such run, if it is or may be in training, if it has no
@@ -86,7 +86,7 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
     if config.run_id is None:
         raise ValueError("run_id: name the run to evaluate")
     run = RunDirectory(config.run_dir)
-    settled = settle_to_measure(config, tell)
+    resolved = settle_to_measure(config, report)
     version = RunView(run).progress().published
     measured = run.read_manifest(version, "evaluate")
     if measured is None:
@@ -95,23 +95,23 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
                 f"{run.run_id}: the run has no policy to evaluate yet; continue the run with `sf resume "
                 f"{run.uri}`"
             )
-        if trainer_kind(settled).computes_weights:
+        if trainer_kind(resolved).computes_weights:
             check_version(run, version)
         # an evaluation that began before may have died; this one continues it
         if not run.newest_attempt().evaluate_only:
-            await_restarts([run], tell)
+            await_restarts([run], report)
             check_idle(run)
     else:
-        wanted = settled.evaluate.num_tasks
+        wanted = resolved.evaluate.num_tasks
         num_tasks = measured.data.get("num_tasks", wanted)
         if wanted not in (num_tasks, read_stored_config(run.uri).evaluate.num_tasks):
             raise ValueError(
                 f"{run.run_id}: version {version} was already measured on {num_tasks} tasks, not {wanted}; "
                 "leave evaluate.num_tasks out to see the result"
             )
-    evaluation = Evaluation(settled, version, measured)
+    evaluation = Evaluation(resolved, version, measured)
     if measured is not None:
-        tell(evaluation.describe())
+        report(evaluation.describe())
     return evaluation
 
 
@@ -147,18 +147,18 @@ class Measurement:
             commit(run, None, "start", self._copy_policy)
 
     def _copy_policy(self) -> StageResult:
-        place = self.directory
+        target = self.directory
         weights = RunView(self.run).weights_of(self.version)
         is_adapter = self.config.train.lora is not None
         # an adapter is a version only with the weights that it is for
         exclude = PICKLES if is_adapter else WEIGHT_FILES
-        copies = copy_folder(self.run.start_dir, place.start_dir, exclude=exclude)
+        copies = copy_folder(self.run.start_dir, target.start_dir, exclude=exclude)
         try:
             if is_adapter:
-                copied = copy_folder(weights, place.start_adapter_dir)
+                copied = copy_folder(weights, target.start_adapter_dir)
             else:
-                copied = copy_version(self.run.start_dir, weights, place.start_dir)
-            if not has_weights(place.start_adapter_dir if is_adapter else place.start_dir):
+                copied = copy_version(self.run.start_dir, weights, target.start_dir)
+            if not has_weights(target.start_adapter_dir if is_adapter else target.start_dir):
                 raise FileNotFoundError(weights)
         except (FileNotFoundError, ValueError):
             # a run that goes on has just removed it
@@ -191,17 +191,17 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
     config = override_config(stored, list(overrides), uri)
     version = RunView(run).progress().published if version is None else version
     # the same in a run directory that was moved
-    asked = config.model_dump(
+    identity = config.model_dump(
         mode="json", include={"seed", "environment", "rollout", "evaluate", "engine", "emulation"}
     )
     # evaluations that were stored while there was this setting are found by the same names
-    asked["engine"]["vllm"] = {"url": None} | asked["engine"]["vllm"]
-    name = f"v{version:05d}-{hashlib.sha256(to_json(asked)).hexdigest()[:8]}"
+    identity["engine"]["vllm"] = {"url": None} | identity["engine"]["vllm"]
+    name = f"v{version:05d}-{hashlib.sha256(to_json(identity)).hexdigest()[:8]}"
     # a folder tells by itself whether its policy sees
-    found = {"model": run.version_dir(version), "warmstart": None, "sees": False}
+    changes = {"model": run.version_dir(version), "warmstart": None, "sees": False}
     if config.train.lora is not None:
-        found |= {"model": run.start_dir, "adapter": run.version_dir(version)}
-    policy = config.policy.model_copy(update=found)
+        changes |= {"model": run.start_dir, "adapter": run.version_dir(version)}
+    policy = config.policy.model_copy(update=changes)
     storage = config.storage.model_copy(update={"root": run.measured_dir})
     config = config.model_copy(update={"policy": policy, "storage": storage, "run_id": name})
     return Measurement(run, version, config)

@@ -55,9 +55,9 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
         raise ValueError(
             f"no session of iteration {iteration} can be trained on: {next(iter(lost.values()))}"
         )
-    kept = rows.filter(pa.array(trains))
-    has_sampled = kept["min_version"].null_count < len(kept)
-    if has_sampled and pc.any(pc.list_flatten(kept["loss_mask"])).as_py() is False:
+    trained_rows = rows.filter(pa.array(trains))
+    has_sampled = trained_rows["min_version"].null_count < len(trained_rows)
+    if has_sampled and pc.any(pc.list_flatten(trained_rows["loss_mask"])).as_py() is False:
         raise ValueError(
             f"no token of iteration {iteration} can be trained on, because every answer followed a schema. "
             "Let the agent ask without a schema, or add the field (response_format, ...) to "
@@ -67,7 +67,7 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
     figures = {}
     if not settings.needs:
         # made of what trains alone, so that what does not has no part in any mean or deviation
-        samples = sampled if trains.all() else samples_of(kept, iteration)
+        samples = sampled if trains.all() else samples_of(trained_rows, iteration)
         made = weigh(samples, settings.advantage, settings.weights)
         if settings.teacher is None:
             teaching = [bool(np.any(row)) for row in made[0]]
@@ -91,7 +91,7 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
             "reward_mean": float(sampled.rewards.mean()),
             **figures,
             **({"lost_pictures": lost} if lost else {}),
-            "lags": lag_histogram(kept, iteration),
+            "lags": lag_histogram(trained_rows, iteration),
         },
     )
 
@@ -107,9 +107,9 @@ def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray
     ids = numpy_rows(rows["token_ids"])
     branches = rows["branch_id"].to_pylist()
     sessions = rows["session_id"].to_pylist()
-    known = count_rows(teacher.tokenizer)
-    known = known or read_tokenizer(teacher.tokenizer, "train.teacher.tokenizer").get_vocab_size()
-    asked: dict[int, tuple[str, list[int]]] = {}
+    vocab_size = count_rows(teacher.tokenizer)
+    vocab_size = vocab_size or read_tokenizer(teacher.tokenizer, "train.teacher.tokenizer").get_vocab_size()
+    questions: dict[int, tuple[str, list[int]]] = {}
     for row in np.flatnonzero(trains).tolist():
         trained = np.flatnonzero(masks[row])
         if not trained.size:
@@ -117,15 +117,15 @@ def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray
         name = f"row {branches[row]} of session {sessions[row]}"
         read = ids[row][: trained[-1] + 1]
         most = read.max()
-        if most >= known:
+        if most >= vocab_size:
             raise ValueError(
                 f"token id {most} in {name} is outside the vocabulary of the teacher at {teacher.url}, "
-                f"which has {known:,} tokens (train.teacher.tokenizer {teacher.tokenizer})"
+                f"which has {vocab_size:,} tokens (train.teacher.tokenizer {teacher.tokenizer})"
             )
-        asked[row] = name, read.tolist()
+        questions[row] = name, read.tolist()
     scores = [np.zeros(len(mask), np.float32) for mask in masks]
-    answers = ask_teacher(teacher.url, [*asked.values()], teacher.timeout_s)
-    for row, logprobs in zip(asked, answers, strict=True):
+    answers = ask_teacher(teacher.url, [*questions.values()], teacher.timeout_s)
+    for row, logprobs in zip(questions, answers, strict=True):
         scores[row][: len(logprobs)] = np.where(masks[row][: len(logprobs)], logprobs, 0.0)
     return [write_scores(run.directory, iteration, rows, scores, f"scores-{run.ref.attempt}")]
 

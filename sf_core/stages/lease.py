@@ -120,8 +120,8 @@ def open_judges(environment: EnvironmentConfig, work: Work) -> Iterator[Judges |
     for name, (_, folder) in folders.items():
         check_served(folder, f"environment.judges.{name}.model")
     endpoints = {name: endpoint_of(name, judge) for name, judge in judges.items() if name not in served}
-    with serve_judges(folders) as here:
-        yield Judges(judges, endpoints | here)
+    with serve_judges(folders) as served_here:
+        yield Judges(judges, endpoints | served_here)
 
 
 def tasks_to_work_on(config: RunConfig) -> Callable[..., Task]:

@@ -22,9 +22,9 @@ def publish(run: OpenRun, iteration: int) -> StageResult:
     for refusal in answer.pop("refusals"):
         log.warning("%s", refusal)
     # an engine that is late, or refuses this version, has or reads an older one
-    held = answer.pop("held", ())
+    versions_in_use = answer.pop("held", ())
     # until the next version is published, an engine may still be reading the one before this
-    for spare in find_spare_weights(run.directory, version - 1, run.config, held):
+    for spare in find_spare_weights(run.directory, version - 1, run.config, versions_in_use):
         log.info("%s is removed, because train.keep_weights does not keep it", spare.name)
         spare.remove()
     return StageResult(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

@@ -226,8 +226,8 @@ def _refuse_held(directory: RunDirectory, url: str) -> None:
     if not directory.is_local:
         return
     journal = Path(directory.journal_dir, f"{directory.run_id}.journal")
-    if (held := explain_other_holder(journal)) and not _serves(url, directory.run_id):
-        raise ValueError(held)
+    if (holder := explain_other_holder(journal)) and not _serves(url, directory.run_id):
+        raise ValueError(holder)
 
 
 def _serves(url: str, run_id: str) -> bool:

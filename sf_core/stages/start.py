@@ -174,8 +174,8 @@ def warm_folder(config: RunConfig) -> Path:
     environment = environment_of(config.environment)
     of_the_policy = settings.model_dump_json(exclude={"dtype", "adapter"})
     of_its_environment = config.environment.model_dump_json(include={"name", "settings"})
-    given = f"{of_the_policy}|{settings.warm_steps}|{of_its_environment}|{config.seed}"
-    recipe = f"{given}|{_recipe_version(environment)}"
+    inputs = f"{of_the_policy}|{settings.warm_steps}|{of_its_environment}|{config.seed}"
+    recipe = f"{inputs}|{_recipe_version(environment)}"
     return cache_dir() / "warmstart" / hashlib.sha256(recipe.encode()).hexdigest()[:16]
 
 
@@ -200,5 +200,5 @@ def _recipe_files(environment: Environment) -> list[Path]:
     parts: list[Any] = [*modules, context, language, names, needed_weights, token_bytes, tool_loop, tower]
     packages = (sf_core.environments, chat, pictures, packing)
     whole = [Path(package.__path__[0]).rglob("*.py") for package in packages]
-    found = map(inspect.getfile, [*parts, *environment.classes])
-    return [*map(Path, found), *sorted(chain(*whole))]
+    source_files = map(inspect.getfile, [*parts, *environment.classes])
+    return [*map(Path, source_files), *sorted(chain(*whole))]

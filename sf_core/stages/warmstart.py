@@ -100,12 +100,12 @@ def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
     steps = range(iteration * size, (iteration + 1) * size)
     batches = zip(steps, demonstrations(run.config, steps), strict=True)
     rows = list[Trajectory]()
-    for step, asked in batches:
-        for number, one in enumerate(asked):
-            shown = encode(renderer, one)
-            for png in shown.files.values():
+    for step, batch in batches:
+        for number, demonstration in enumerate(batch):
+            encoded = encode(renderer, demonstration)
+            for png in encoded.files.values():
                 store_picture(run.directory.media_dir, png)
-            rows.append(_trajectory(run.config, shown, step, number, iteration))
+            rows.append(_trajectory(run.config, encoded, step, number, iteration))
     table = to_table(run.directory.run_id, rows, sees=renderer.sight is not None)
     table = table.add_column(1, "iteration", [np.full(len(rows), iteration, np.int32)])
     batch = write_batch(
@@ -123,17 +123,17 @@ def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
 demonstrate = commits_once(_write_demonstrations, "filter")
 
 
-def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iteration: int) -> Trajectory:
-    said = shown.said
+def _trajectory(config: RunConfig, encoded: Shown, step: int, number: int, iteration: int) -> Trajectory:
+    said = encoded.said
     now = time.time()
-    edges = np.flatnonzero(np.diff(said, prepend=~said[:1], append=~said[-1:]))
+    edges = np.flatnonzero(np.diff(is_answer, prepend=~is_answer[:1], append=~is_answer[-1:]))
     spans = [
         TurnSpan("assistant", start, end, "stop", "demonstration", temperature=1.0, top_p=1.0, top_k=0)
-        if said[start]
+        if is_answer[start]
         else TurnSpan("user", start, end)
         for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     ]
-    tools = shown.demonstration.tools
+    tools = encoded.demonstration.tools
     return Trajectory(
         policy="policy",
         task_id=f"demonstration-{step}-{number}",
@@ -143,12 +143,12 @@ def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iterati
         branch_id="0",
         parent_branch_id=None,
         shared_prefix=0,
-        token_ids=shown.token_ids,
-        loss_mask=said,
-        logprobs=np.where(said, 0.0, np.nan).astype(np.float32),
-        policy_versions=np.where(said, iteration, NOT_SAMPLED).astype(np.int32),
+        token_ids=encoded.token_ids,
+        loss_mask=is_answer,
+        logprobs=np.where(is_answer, 0.0, np.nan).astype(np.float32),
+        policy_versions=np.where(is_answer, iteration, NOT_SAMPLED).astype(np.int32),
         turns=spans,
-        messages=json.dumps(shown.demonstration.messages),
+        messages=json.dumps(encoded.demonstration.messages),
         reward=None,
         reward_parts={},
         status="finished",
@@ -156,7 +156,7 @@ def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iterati
         started_at=now,
         finished_at=now,
         tools=json.dumps(tools) if tools else None,
-        images=shown.pictures,
+        images=encoded.pictures,
     )
 
 

@@ -75,10 +75,10 @@ def expand(
 
     Raises ConfigError if all are refused, or if an option is none that a sweep can have."""
     # as in `sf train`, the last one counts
-    given = {values.key: values for values in map(parse_values, overrides)}
-    swept = [values for values in given.values() if len(values.texts) > 1]
-    _check_keys(given, swept)
-    fixed = [f"{values.key}={values.texts[0]}" for values in given.values() if values not in swept]
+    overridden = {values.key: values for values in map(parse_values, overrides)}
+    swept = [values for values in overridden.values() if len(values.texts) > 1]
+    _check_keys(overridden, swept)
+    fixed = [f"{values.key}={values.texts[0]}" for values in overridden.values() if values not in swept]
     named = name or _name(files, swept)
     slugs = [dict(zip(values.texts, _slugs(values), strict=True)) for values in swept]
     settings = list[Setting]()
@@ -110,8 +110,8 @@ def _name(files: Sequence[str | Path], swept: Sequence[Values]) -> str:
     return _NO_NAME.sub("_", "-".join(words if swept else [*words, "seeds"])).lstrip("._-")
 
 
-def _check_keys(given: dict[str, Values], swept: Sequence[Values]) -> None:
-    for values in given.values():
+def _check_keys(overridden: dict[str, Values], swept: Sequence[Values]) -> None:
+    for values in overridden.values():
         if values.key == "seed":
             raise ConfigError("--set seed: the seeds of a sweep are set by --seeds N; leave --set seed out")
         if values.key == "run_id":

@@ -45,7 +45,7 @@ class SweepRequest(Settings):
             if self.name is None:
                 raise ConfigError("a sweep needs a config to begin, or the name of a stored sweep to go on")
             return OpenSweep.read(SweepFolder(absolute(self.root or "runs"), self.name))
-        given = expand(self.config.split(), self.settings, self.seeds, self.name)
-        root = absolute(self.root or given.root)
-        folder = SweepFolder(root, given.name)
-        return OpenSweep(folder, folder.put(given))
+        expanded = expand(self.config.split(), self.settings, self.seeds, self.name)
+        root = absolute(self.root or expanded.root)
+        folder = SweepFolder(root, expanded.name)
+        return OpenSweep(folder, folder.put(expanded))

@@ -50,8 +50,8 @@ class SettingResult:
         return Mean.over([*self.values(figure)])
 
     def values(self, figure: str) -> list[float]:
-        found = (getattr(run, figure) for run in self.finished)
-        return [value for value in found if value is not None]
+        values = (getattr(run, figure) for run in self.finished)
+        return [value for value in values if value is not None]
 
     @property
     def finished(self) -> list[RunResult]:
@@ -119,9 +119,9 @@ def describe_states(results: Sequence[SettingResult]) -> str:
     '0 of 0 runs are finished'
     """
     counts = count_states(results)
-    told = [f"{counts['finished']} of {sum(counts.values())} runs are finished"]
+    parts = [f"{counts['finished']} of {sum(counts.values())} runs are finished"]
     if counts["failed"]:
-        told.append(f"{counts['failed']} failed")
+        parts.append(f"{counts['failed']} failed")
     if refused := sum(result.setting.fault is not None for result in results):
-        told.append(f"{refused} {'setting was' if refused == 1 else 'settings were'} refused")
-    return ", ".join(told)
+        parts.append(f"{refused} {'setting was' if refused == 1 else 'settings were'} refused")
+    return ", ".join(parts)

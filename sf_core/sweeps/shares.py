@@ -54,14 +54,14 @@ def copy_workers(
     """The workers of one run on a machine with so many GPUs, as many times as its GPUs suffice, at most
     `most` times. Without GPUs one run uses all cores: then once, unless `most` asks for more. `may_move`: the
     user has named no device."""
-    taken = sum(worker.device != "cpu" for worker in workers.values())
+    num_taken = sum(worker.device != "cpu" for worker in workers.values())
     copies = most or 1
-    if taken:
-        copies = min(most or num_gpus, num_gpus // taken) if may_move else 1
+    if num_taken:
+        copies = min(most or num_gpus, num_gpus // num_taken) if may_move else 1
     if copies <= 1:
         return dict(workers)
     return {
-        f"{name}-{copy}": _move(worker, copy * taken)
+        f"{name}-{copy}": _move(worker, copy * num_taken)
         for copy in range(copies)
         for name, worker in workers.items()
     }

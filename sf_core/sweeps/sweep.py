@@ -71,27 +71,27 @@ class Sweep(BaseModel):
         """`storage.root` of its configuration."""
         return str(self.runs[0].config["storage"]["root"])
 
-    def extend(self, given: Sweep) -> Sweep:
+    def extend(self, added: Sweep) -> Sweep:
         """This sweep with the settings and seeds that another command gives it in addition. Raises ValueError
         if that command describes another sweep of the same name."""
         keys = _keys(self)
-        others = _keys(given)
+        others = _keys(added)
         if keys != others:
             raise ValueError(
                 f"sweep {self.name} varies {_listed(keys)}, not {_listed(others)}: choose another name with "
                 "--name NAME"
             )
-        known = {run.run_id: run for run in self.runs}
-        for run in given.runs:
-            if run.run_id in known:
-                self._check_equal(known[run.run_id], run)
-        settings = {setting.label: setting for setting in (*self.settings, *given.settings)}
-        runs = [*self.runs, *(run for run in given.runs if run.run_id not in known)]
+        runs_by_id = {run.run_id: run for run in self.runs}
+        for run in added.runs:
+            if run.run_id in runs_by_id:
+                self._check_equal(runs_by_id[run.run_id], run)
+        settings = {setting.label: setting for setting in (*self.settings, *added.settings)}
+        runs = [*self.runs, *(run for run in added.runs if run.run_id not in runs_by_id)]
         runs.sort(key=lambda run: run.seed)
         return Sweep(name=self.name, settings=list(settings.values()), runs=runs)
 
-    def _check_equal(self, stored: SweepRun, given: SweepRun) -> None:
-        for key, before, now in find_differences(_of_the_run(stored), _of_the_run(given)):
+    def _check_equal(self, stored: SweepRun, added: SweepRun) -> None:
+        for key, before, now in find_differences(_of_the_run(stored), _of_the_run(added)):
             raise ValueError(
                 f"sweep {self.name} has the run {stored.run_id} with {key} {quote(before)}, not "
                 f"{quote(now)}: choose another name with --name NAME, or use the former value"
@@ -126,9 +126,9 @@ class SweepFolder:
     def write(self, sweep: Sweep) -> None:
         files.write_atomic(self.path("sweep.json"), sweep.model_dump_json(indent=2).encode())
 
-    def put(self, given: Sweep) -> Sweep:
+    def put(self, added: Sweep) -> Sweep:
         """Store a sweep, or what it adds to the one of its name; returns what is stored then."""
-        sweep = self.read().extend(given) if self.exists() else given
+        sweep = self.read().extend(added) if self.exists() else added
         self.write(sweep)
         return sweep
 

@@ -94,13 +94,9 @@ async def _rehearse_part(config: RunConfig, part: str) -> Result:
         )
     # an error of this task alone costs its sessions, but no run
     second_try = await _try(config, tasks("train", first + 1, *source))
-    if (
-        isinstance(second_trial, _Failure)
-        and second_trial.is_certain
-        and second_trial.kind == first_trial.kind
-    ):
-        return Result(refusal=first_trial.sentence)
-    return Result(note=f"on one of two tasks, {first_trial.sentence}")
+    if isinstance(second_try, _Failure) and second_try.is_certain and second_try.kind == first_try.kind:
+        return Result(refusal=first_try.sentence)
+    return Result(note=f"on one of two tasks, {first_try.sentence}")
 
 
 async def _try(config: RunConfig, task: Task) -> _Failure | str:

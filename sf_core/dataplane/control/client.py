@@ -208,11 +208,11 @@ class DataplaneClient:
             with attempt:
                 response = self._request(method, path, **request)
                 if response.status_code >= 400:
-                    told = f"{method} {path}: {refusal_of(response)}"
+                    message = f"{method} {path}: {refusal_of(response)}"
                     if response.status_code == 401:
                         url = self._http.base_url
-                        told += f" Set SF_DATAPLANE_KEY to the key of the data plane at {url}."
-                    raise DataplaneError(told, response.status_code)
+                        message += f" Set SF_DATAPLANE_KEY to the key of the data plane at {url}."
+                    raise DataplaneError(message, response.status_code)
         return msgspec.json.decode(response.content)
 
     def _request(self, method: str, path: str, **request: Any) -> httpx.Response:

@@ -119,8 +119,10 @@ async def _serve(socket: WebSocket, run: ServedRun, hello: wire.Hello) -> None:
 
 def _say_end(results: Sequence[object]) -> str:
     """How a connection ended, as a predicate whose subject is the engine."""
-    told = [r.reason for r in results if isinstance(r, WebSocketDisconnect) and r.code == wire.ENGINE_FAILED]
-    return f"failed ({told[0]})" if told else "ended"
+    reasons = [
+        r.reason for r in results if isinstance(r, WebSocketDisconnect) and r.code == wire.ENGINE_FAILED
+    ]
+    return f"failed ({reasons[0]})" if reasons else "ended"
 
 
 async def _write(socket: WebSocket, run: ServedRun, outbox: Outbox) -> None:
