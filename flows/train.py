@@ -99,7 +99,7 @@ def iteration(run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]])
             published = [submit(publish, run, number, wait_for=after)] if "publish" in todo else []
             for stage in batch:
                 result_of(stage, f"batch {number}", patience_s)
-            gang.take_devices(lent)
+            gang.revoke_first(lent)
             trained = gang.has_committed()
         # publish depends on rank 0, which may be lost with its worker after its commit
         if published and not gang.has_returned():

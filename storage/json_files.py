@@ -33,8 +33,8 @@ def first_fault(error: ValidationError) -> str:
     """The first error and, if it is in a field, the path of that field; one sentence without a full stop."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
-    what = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {what}" if where else what
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
 
 
 def json_lines(uri: str, content: bytes) -> Iterator[tuple[str, Any]]:

@@ -51,7 +51,7 @@ class FileLock:
             os.close(fd)
         self._file = os.fdopen(fd, "r+b", buffering=0)
 
-    def tell(self, **facts: Any) -> None:
+    def record(self, **facts: Any) -> None:
         """Write who holds the lock; without effect on a full disk."""
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), **facts}
         content = json.dumps(holder).encode()

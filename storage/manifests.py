@@ -181,9 +181,9 @@ def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, st
     except ValidationError as error:
         raise _explain_unreadable(uri, first_fault(error)) from None
     for name, expected in (("run_id", run_id), ("iteration", iteration), ("stage", stage)):
-        if (found := getattr(manifest, name)) != expected:
-            hint = f"; name the folder of the run {found} again" if name == "run_id" else ""
-            raise ValueError(f"{uri}: manifest is for {name} {found!r}, expected {expected!r}{hint}")
+        if (value := getattr(manifest, name)) != expected:
+            hint = f"; name the folder of the run {value} again" if name == "run_id" else ""
+            raise ValueError(f"{uri}: manifest is for {name} {value!r}, expected {expected!r}{hint}")
     for ref in manifest.outputs:
         # a forged manifest must not make us read files outside of the run directory
         if "://" in ref.uri or ref.uri.startswith("/") or ".." in ref.uri.split("/"):

@@ -225,15 +225,15 @@ class RunDirectory:
         text = manifest.model_dump_json(indent=2).encode()
         # refuse what could never be read back: a manifest of another run, or values that JSON cannot hold
         parse_manifest(uri, text, self.run_id, manifest.iteration, manifest.stage)
-        if (kept := self._find_committed(manifest)) is not None:
-            return kept
+        if (committed := self._find_committed(manifest)) is not None:
+            return committed
         self.refuse_superseded(manifest.attempt, f"commit {manifest.label}")
         try:
             files.write_atomic(uri, text, create=True)
         except FileExistsError:  # another attempt has just written it
-            kept = self._find_committed(manifest)
-            assert kept is not None
-            return kept
+            committed = self._find_committed(manifest)
+            assert committed is not None
+            return committed
         self._remove_strays(manifest)
         return manifest
 
@@ -254,11 +254,11 @@ class RunDirectory:
     def _refuse_size(self, manifest: Manifest, ref: FileRef) -> None:
         uri = self.path(ref.uri)
         try:
-            found = files.size(uri)
+            num_bytes = files.size(uri)
         except FileNotFoundError:
             raise ValueError(f"{uri}: the file is missing, but {manifest.label} is committed") from None
-        if found != ref.bytes:
-            raise ValueError(f"{uri}: the file has {found} bytes, but {manifest.label} wrote {ref.bytes}")
+        if num_bytes != ref.bytes:
+            raise ValueError(f"{uri}: the file has {num_bytes} bytes, but {manifest.label} wrote {ref.bytes}")
 
     def discard_start(self) -> None:
         """Undo the start stage. Only for a start folder from which no work can have begun."""

@@ -52,8 +52,10 @@ def list_unfinished(folder: str) -> list[str]:
     if not is_local(folder):
         return []
     walked = os.walk(open_fs(folder)[1])
-    found = (join(place, name) for place, _, names in walked for name in names if _TEMPORARY.fullmatch(name))
-    return sorted(path for path in found if _is_abandoned(path))
+    temporary_files = (
+        join(place, name) for place, _, names in walked for name in names if _TEMPORARY.fullmatch(name)
+    )
+    return sorted(path for path in temporary_files if _is_abandoned(path))
 
 
 def list_uploads(folder: str, older_than_s: float = OLD_S) -> list[Upload]:

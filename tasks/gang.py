@@ -29,7 +29,7 @@ LOOK_S = 1.0
 
 
 class Gang:
-    """The tries at the train stage of one iteration as tasks. Ending a try fences it off."""
+    """The attempts at the train stage of one iteration as tasks. Ending an attempt fences it off."""
 
     def __init__(self, run: RunRef, iteration: int, trainers: tuple[str, ...]) -> None:
         """Without trainers there is nothing to do, and the stage counts as committed."""
@@ -40,21 +40,21 @@ class Gang:
 
     def submit(self, wait_for: Sequence[TaskFuture]) -> list[TaskFuture]:
         """Submit one rank task per worker, rank 0 first; its return means that the stage is committed."""
-        for seat in self._plan.begin_try():
-            worker = seat.workers[seat.rank]
+        for assignment in self._plan.begin_attempt():
+            worker = assignment.workers[assignment.rank]
             self._ranks[worker] = submit(
-                train, self._run.ref, self._iteration, seat, worker=worker, wait_for=wait_for
+                train, self._run.ref, self._iteration, assignment, worker=worker, wait_for=wait_for
             )
         return list(self._ranks.values())
 
-    def take_devices(self, lent: Iterable[Lent]) -> None:
+    def revoke_first(self, lent: Iterable[Lent]) -> None:
         """Revoke the leases (worker, lease id) of this gang, and those that have replaced them meanwhile. A
         rank is ahead of the next lease in its worker's queue, so it gets the device directly. The process of
         a worker whose rank has not begun in time is killed, because its device is not yielded."""
         plan = self._plan
         awaited = f"devices to begin training of iteration {self._iteration}"
         with waiting_for(awaited, plan.yield_s) as waited:
-            self._revoke(plan.take_devices(lent, _addresses()))
+            self._revoke(plan.revoke_first(lent, _addresses()))
             while late := plan.late(self._find_begun(), _addresses()):
                 waited.reason = f"{', '.join(late)} have not freed their devices yet"
                 if not waited.left_s:
@@ -72,7 +72,7 @@ class Gang:
     def _revoke_on(self, workers: Collection[str]) -> None:
         """Revoke the leases that hold the devices of these workers."""
         engines = self._run.dataplane.status()["engines"]
-        self._revoke(self._plan.to_revoke(lease_of(e["id"]) for e in engines if e["worker"] in workers))
+        self._revoke(self._plan.revoke_next(lease_of(e["id"]) for e in engines if e["worker"] in workers))
 
     def _revoke(self, leases: Collection[Lent]) -> None:
         if leases:
@@ -83,7 +83,7 @@ class Gang:
 
     def has_committed(self) -> bool:
         """Wait for the ranks. False if they lost each other or a worker was lost; `submit` then retries on
-        workers that are connected now. Raises the error of a rank if there is nothing left to try, and
+        workers that are connected now. Raises the error of a rank if no attempt is left, and
         TimeoutError if too few able workers join."""
         self._await_ranks()
         if not self._ranks or self._run.directory.read_manifest(self._iteration, "train") is not None:
@@ -94,7 +94,7 @@ class Gang:
         log.warning(
             "training of iteration %d: attempt %d failed (%s)",
             self._iteration,
-            self._plan.epoch,
+            self._plan.step_attempt,
             failure.error,
         )
         for worker in failure.unfinished:
@@ -116,7 +116,7 @@ class Gang:
         with waiting_for(awaited, self._run.config.cluster.stage_timeout_s) as waited:
             while running := [f.wrapped_future for f in self._ranks.values() if not f.wrapped_future.done()]:
                 waited.check()
-                state = self._plan.look(time.monotonic(), _addresses(), self._ends())
+                state = self._plan.observe(time.monotonic(), _addresses(), self._ends())
                 waited.reason = f"not connected: {', '.join(state.away)}" if state.away else ""
                 if state.fence:
                     self._files.end()
@@ -142,7 +142,7 @@ class Gang:
 
     @property
     def _files(self) -> GangFiles:
-        return GangFiles(self._run.directory, self._iteration, self._run.ref.attempt, self._plan.epoch)
+        return GangFiles(self._run.directory, self._iteration, self._run.ref.attempt, self._plan.step_attempt)
 
     def _ends(self) -> dict[str, RankEnd]:
         """Ends of the ranks that have ended, by worker."""
@@ -153,7 +153,7 @@ class Gang:
         return {
             worker
             for rank, worker in enumerate(self._plan.workers)
-            if self._files.is_taken(rank) or self._ranks[worker].wrapped_future.done()
+            if self._files.has_begun(rank) or self._ranks[worker].wrapped_future.done()
         }
 
 

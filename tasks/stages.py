@@ -43,11 +43,11 @@ def filter_(run: RunRef, iteration: int) -> dict[str, Any]:
     return sf_core.stages.filter.filter(run, iteration)
 
 
-@task(name="train", task_run_name="train-{iteration}.{seat.rank}")
-def train(run: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:
+@task(name="train", task_run_name="train-{iteration}.{assignment.rank}")
+def train(run: RunRef, iteration: int, assignment: RankAssignment) -> dict[str, Any]:
     """One rank of the optimiser steps on the batch; rank 0 writes the next weights and a checkpoint. Runs on
-    the seat's `train` worker."""
-    return sf_core.stages.train.train(current_worker(), run, iteration, seat)
+    the `train` worker of the assignment."""
+    return sf_core.stages.train.train(current_worker(), run, iteration, assignment)
 
 
 @task(name="publish", task_run_name="publish-{iteration}")

@@ -95,7 +95,7 @@ class EmulatedBackend:
 
     @contextmanager
     def meet(
-        self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float
+        self, files: GangFiles, assignment: RankAssignment, host: str, timeout_s: float
     ) -> Iterator[EmulatedRanks]:
         """Begin together, and end when rank 0 has committed."""
 
@@ -103,15 +103,15 @@ class EmulatedBackend:
             def missing() -> list[int]:
                 return [rank for rank in ranks if not is_there(rank)]
 
-            wait_for(files, seat, lambda: not missing() or None, missing, what, timeout_s)
+            wait_for(files, assignment, lambda: not missing() or None, missing, what, timeout_s)
 
         def exchange() -> None:
-            files.note_computed(seat.rank)
-            wait(seat.others, files.has_computed, "has not computed its share")
+            files.note_computed(assignment.rank)
+            wait(assignment.other_ranks, files.has_computed, "has not computed its share")
 
-        wait(seat.others, files.is_taken, "has not begun")
-        yield EmulatedRanks(seat.rank, len(seat.workers), exchange)
-        if seat.rank:
+        wait(assignment.other_ranks, files.has_begun, "has not begun")
+        yield EmulatedRanks(assignment.rank, len(assignment.workers), exchange)
+        if assignment.rank:
             wait([0], lambda _: files.is_committed(), "has not committed the step")
 
     @contextmanager

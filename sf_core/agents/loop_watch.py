@@ -112,6 +112,6 @@ def place_of_step(innermost: FrameType) -> str:
             break
         frames.append(frame)
     own = [frame for frame in frames if is_own(frame.f_code.co_filename)]
-    frame = (own or frames or [innermost])[0]
-    code = frame.f_code
-    return f"{code.co_filename}:{frame.f_lineno} ({code.co_qualname})"
+    named = (own or frames or [innermost])[0]
+    code = named.f_code
+    return f"{code.co_filename}:{named.f_lineno} ({code.co_qualname})"

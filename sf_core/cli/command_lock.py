@@ -32,5 +32,5 @@ def hold_folder(folder: Path, name: str, another: str) -> FileLock:
             f"{name} is in use by {holder}: wait until that command ends, or stop that command with Ctrl-C, "
             f"and run this command again; {another}"
         ) from None
-    lock.tell()
+    lock.record()
     return lock

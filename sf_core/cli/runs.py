@@ -273,12 +273,12 @@ def replay(
 def _print_spares(run_id: str, spares: Sequence[Spare]) -> None:
     """A line for each kind of things that can be removed."""
     for kind, group in groupby(spares, key=lambda spare: spare.kind):
-        spares = [*group]
+        of_kind = [*group]
         description = "unfinished uploads of " if kind == "upload" else ""
-        first = spares[0].name
-        last = spares[-1].name.rpartition("/")[2]
-        names = first if len(spares) == 1 else f"{first} to {last} ({len(spares)} items)"
-        console.print(f"{run_id}  {description}{names}  {_megabytes(sum(spare.bytes for spare in spares))}")
+        first = of_kind[0].name
+        last = of_kind[-1].name.rpartition("/")[2]
+        names = first if len(of_kind) == 1 else f"{first} to {last} ({len(of_kind)} items)"
+        console.print(f"{run_id}  {description}{names}  {_megabytes(sum(spare.bytes for spare in of_kind))}")
 
 
 def _check_folder(file: str | None) -> None:

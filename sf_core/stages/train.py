@@ -28,23 +28,25 @@ from storage.gangs import GangFiles
 from storage.tables.metrics import write_metrics
 
 
-def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:
+def train(worker: WorkerState, ref: RunRef, iteration: int, assignment: RankAssignment) -> dict[str, Any]:
     """One rank of the train step on the stored batch. Rank 0 writes the next version's weights and commits.
     Then all begin to store a checkpoint, which goes on beside the next step; the others return after rank
     0."""
     run = OpenRun(ref)
     if run.directory.read_manifest(iteration, "train") is None:
-        files = GangFiles(run.directory, iteration, ref.attempt, seat.epoch)
+        files = GangFiles(run.directory, iteration, ref.attempt, assignment.step_attempt)
         backend = trainer_backend(run.config, worker)
         switching = worker.measure_switches(ref.uri, run.config.cluster.max_switches_per_minute)
         with ExitStack() as stack:
             with switching.not_counting():
                 patience_s = run.config.train.gang_timeout_s
-                ranks = stack.enter_context(join_gang(backend.meet, files, seat, worker.host, patience_s))
+                ranks = stack.enter_context(
+                    join_gang(backend.meet, files, assignment, worker.host, patience_s)
+                )
             trainer = backend.trainer_at(run, iteration, ranks)
             timeline = Timeline(run.directory, worker.name, "train", f"train-{iteration}.{ref.attempt}")
-            step = _step(run, iteration, seat, trainer, files, timeline, switching)
-            if seat.rank == 0:
+            step = _step(run, iteration, assignment, trainer, files, timeline, switching)
+            if assignment.rank == 0:
                 run.report_stage(iteration, "train")
                 commit(
                     run, iteration, "train", partial(stack.enter_context, step), partial(check_counts, files)
@@ -65,7 +67,7 @@ _COMPARED_EVERY = 10
 def _step(
     run: OpenRun,
     iteration: int,
-    seat: RankAssignment,
+    assignment: RankAssignment,
     opening: AbstractContextManager[Trainer],
     gang: GangFiles,
     timeline: Timeline,
@@ -91,13 +93,13 @@ def _step(
         with timeline.record("moving", "save", iteration), fence(partial(check_counts, gang)):
             outputs = _write(run, iteration, trainer, metrics)
             if has_checkpoint:
-                _complete(run, trainer, seat, iteration)
+                _complete(run, trainer, assignment, iteration)
         yield StageResult(
             inputs={ref.uri: ref.sha256 for ref in source.outputs},
             outputs=outputs,
             data={
                 "version": trainer.version,
-                "ranks": len(seat.workers),
+                "ranks": len(assignment.workers),
                 "device": trainer.device,
                 **({"teacher": digest} if (digest := trainer.teacher_digest) else {}),
                 # a later attempt may have other settings, and a replay of this step needs these
@@ -109,19 +111,19 @@ def _step(
             with timeline.record("moving", "save", iteration), fence(partial(check_goes_on, gang)):
                 trainer.save_checkpoint(run.directory.checkpoint_dir(trainer.version))
                 if trainer.version == run.config.train.iterations:
-                    _complete(run, trainer, seat, trainer.version)
+                    _complete(run, trainer, assignment, trainer.version)
 
 
 def _is_due(config: TrainConfig, version: int) -> bool:
     return version % config.interval == 0 or version == config.iterations
 
 
-def _complete(run: OpenRun, trainer: Trainer, seat: RankAssignment, committed: int) -> None:
+def _complete(run: OpenRun, trainer: Trainer, assignment: RankAssignment, committed: int) -> None:
     """Wait for the checkpoint that is being stored, and remove older ones that need not stay when this is the
     newest version that is committed."""
     with waiting_for("the checkpoint that is being stored", run.config.cluster.stage_timeout_s):
         trainer.await_checkpoint()
-    if seat.rank == 0:
+    if assignment.rank == 0:
         for spare in find_spare_checkpoints(run.directory, committed, run.config.train):
             spare.remove()
 

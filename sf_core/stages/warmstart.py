@@ -22,7 +22,7 @@ from sf_core.scheduling.cluster import owner_of
 from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import warm_rate
-from sf_core.training.demonstrations import Shown, demonstrations, encode
+from sf_core.training.demonstrations import EncodedDemonstration, demonstrations, encode
 from storage.attempts import Attempt
 from storage.files import FileRef, copy_folder, remove_folder
 from storage.media import store_picture
@@ -100,8 +100,8 @@ def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
     steps = range(iteration * size, (iteration + 1) * size)
     batches = zip(steps, demonstrations(run.config, steps), strict=True)
     rows = list[Trajectory]()
-    for step, batch in batches:
-        for number, demonstration in enumerate(batch):
+    for step, examples in batches:
+        for number, demonstration in enumerate(examples):
             encoded = encode(renderer, demonstration)
             for png in encoded.files.values():
                 store_picture(run.directory.media_dir, png)
@@ -123,8 +123,10 @@ def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
 demonstrate = commits_once(_write_demonstrations, "filter")
 
 
-def _trajectory(config: RunConfig, encoded: Shown, step: int, number: int, iteration: int) -> Trajectory:
-    said = encoded.said
+def _trajectory(
+    config: RunConfig, encoded: EncodedDemonstration, step: int, number: int, iteration: int
+) -> Trajectory:
+    is_answer = encoded.is_answer
     now = time.time()
     edges = np.flatnonzero(np.diff(is_answer, prepend=~is_answer[:1], append=~is_answer[-1:]))
     spans = [

@@ -34,12 +34,12 @@ DAMAGING_RATE = 3e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class EncodedDemonstration:
     """A demonstration as tokens, one element of `said` for each."""
 
     demonstration: Demonstration
     token_ids: Ids
-    said: npt.NDArray[np.bool_]
+    is_answer: npt.NDArray[np.bool_]
     """Whether the assistant says the token: these are trained, end marks included."""
     pictures: Sequence[PictureSpan] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -57,18 +57,18 @@ def demonstrations(config: RunConfig, steps: range) -> list[list[Demonstration]]
     total = config.policy.warm_steps * warm.batch_size
     if warm.demonstrations is not None:
         listed = _read(warm.demonstrations)
-        found = []
+        chosen = []
         for number in range(steps.start * size, steps.stop * size):
             round_, position = divmod(number, len(listed))
             order = _order(config.seed, len(listed), round_)
-            found.append(listed[order[position]])
-        return [found[first : first + size] for first in range(0, len(found), size)]
+            chosen.append(listed[order[position]])
+        return [chosen[first : first + size] for first in range(0, len(chosen), size)]
     environment = environment_of(config.environment)
     order = np.random.default_rng(config.seed).permutation(total).reshape(-1, size)
     batches = []
     for step in steps:
-        asked = [environment.demonstrate(int(index)) for index in order[step]]
-        batches.append([shown for shown in asked if shown is not None])
+        demonstrations = [environment.demonstrate(int(index)) for index in order[step]]
+        batches.append([demonstration for demonstration in demonstrations if demonstration is not None])
     return batches
 
 
@@ -101,13 +101,13 @@ def check_demonstrations(config: RunConfig) -> None:
         )
 
 
-def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
+def encode(renderer: Renderer, demonstration: Demonstration) -> EncodedDemonstration:
     """A demonstration as the policy would have produced it: every turn is encoded by itself, as in a session.
 
     Raises ValueError with one sentence if the chat template does not render what the assistant says, or a
     picture cannot be shown."""
     ids: list[Ids] = []
-    said: list[npt.NDArray[np.bool_]] = []
+    is_answer: list[npt.NDArray[np.bool_]] = []
     tools = demonstration.tools or []
     rendered = ""
     pictures = Pictures()
@@ -118,7 +118,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
         nonlocal rendered
         new = renderer.encode_behind_text(text) if rendered else renderer.encode(text)
         ids.append(new if by_assistant else pictures.namer(messages[:count], renderer.sight)(new))
-        said.append(np.full(len(ids[-1]), by_assistant))
+        is_answer.append(np.full(len(ids[-1]), by_assistant))
         rendered += text
 
     def render_next(count: int) -> str:
@@ -143,31 +143,32 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
         raise ValueError(
             f"a demonstration cannot be used with the chat template of {renderer.model_dir}: {error}"
         ) from None
-    if not any(part.any() for part in said):
+    if not any(part.any() for part in is_answer):
         raise ValueError("a demonstration cannot be used: the messages of the assistant are empty")
     token_ids = np.concatenate(ids)
-    mask = np.concatenate(said)
+    mask = np.concatenate(is_answer)
     if renderer.sight is None:
-        return Shown(demonstration, token_ids, mask)
+        return EncodedDemonstration(demonstration, token_ids, mask)
     token_ids, spans = pictures.read(token_ids, renderer.sight)
-    return Shown(replace(demonstration, messages=messages), token_ids, mask, spans, files)
+    return EncodedDemonstration(replace(demonstration, messages=messages), token_ids, mask, spans, files)
 
 
 def _read_messages(
-    given: list[dict[str, Any]], sight: Sight | None
+    messages: list[dict[str, Any]], sight: Sight | None
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Messages in canonical form, and the PNG files of their pictures by their hashes, as the policy sees
     them."""
     files = dict[str, bytes]()
-    found = LeftOut(sees=sight is not None)
+    left_out = LeftOut(sees=sight is not None)
     try:
-        messages = [
-            message | {"content": read_content(message.get("content") or "", f"messages[{i}].content", found)}
-            for i, message in enumerate(given)
+        canonical = [
+            message
+            | {"content": read_content(message.get("content") or "", f"messages[{i}].content", left_out)}
+            for i, message in enumerate(messages)
         ]
     except ApiError as error:
         raise ValueError(f"a demonstration cannot be used: {error}") from None
-    for where, data, part in found.pictures:
+    for where, data, part in left_out.pictures:
         assert sight is not None
         try:
             fitted = fit_picture(a2b_base64(data), sight)
@@ -176,7 +177,7 @@ def _read_messages(
         sha256 = hashlib.sha256(fitted.png).hexdigest()
         files[sha256] = fitted.png
         part.update(sha256=sha256, width=fitted.width, height=fitted.height)
-    return messages, files
+    return canonical, files
 
 
 def _turn(renderer: Renderer, rest: str, message: dict[str, Any]) -> str:
@@ -186,8 +187,8 @@ def _turn(renderer: Renderer, rest: str, message: dict[str, Any]) -> str:
         raise ValueError("the template does not end the assistant's turn with an end mark of the policy")
     turn = rest[: min(ends)]
     if not shows(turn, message):
-        what = "calls" if message.get("tool_calls") else "words"
-        raise ValueError(f"the template does not render the assistant's {what}")
+        missing = "calls" if message.get("tool_calls") else "words"
+        raise ValueError(f"the template does not render the assistant's {missing}")
     return turn
 
 
@@ -198,10 +199,10 @@ def _read(uri: str) -> list[Demonstration]:
         content = read_bytes(uri)
     except FileNotFoundError:
         raise ValueError(f"policy.warmstart.demonstrations: {uri}: no such file") from None
-    found = [_read_demonstration(where, row) for where, row in json_lines(uri, content)]
-    if not found:
+    demonstrations = [_read_demonstration(where, row) for where, row in json_lines(uri, content)]
+    if not demonstrations:
         raise ValueError(f"{uri}: has no demonstrations")
-    return found
+    return demonstrations
 
 
 def _read_demonstration(where: str, row: Any) -> Demonstration:

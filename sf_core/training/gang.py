@@ -1,5 +1,5 @@
-"""The tries of a gang at a train stage: who trains, who is late, who is to blame, and how a rank takes its
-seat and waits for the others. What ranks exchange is their backend's. Imports no torch, because flows and
+"""The attempts of a gang at a train stage: who trains, who is late, who is to blame, and how a rank begins
+and waits for the others. What ranks exchange is their backend's. Imports no torch, because flows and
 tasks import it."""
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from storage.gangs import GangFiles
 
 T = TypeVar("T")
 
-MAX_TRIES = 3
+MAX_ATTEMPTS = 3
 
 POLL_S = 0.02
 FILES_POLL_S = 1.0
-"""Time between looks at whether the flow has ended the try, which may be requests to an object store."""
+"""Time between looks at whether the flow has ended the attempt, which may be requests to an object store."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """One rank of one try at a train stage."""
+    """One rank of one attempt at a train stage."""
 
     workers: tuple[str, ...]
     """Names of the gang's workers, rank 0 first."""
     rank: int = 0
-    epoch: int = 0
-    """Counts the tries of one flow attempt at this stage; a later one supersedes it."""
+    step_attempt: int = 0
+    """Counts the attempts at this stage within one attempt of the flow; a later one supersedes it."""
 
     @property
     def is_alone(self) -> bool:
@@ -42,27 +42,28 @@ class RankAssignment:
         return self.name_of(self.rank)
 
     @property
-    def others(self) -> list[int]:
+    def other_ranks(self) -> list[int]:
         return [rank for rank in range(len(self.workers)) if rank != self.rank]
 
     def name_of(self, rank: int) -> str:
         return f"rank {rank} ({self.workers[rank]})"
 
-    def blame(self, ranks: list[int], what: str) -> GangError:
+    def blame(self, ranks: list[int], what_happened: str) -> GangError:
         """The error of this rank that names the ranks that keep it from going on."""
-        return GangError(f"{self.label}: {', '.join(map(self.name_of, ranks))} {what}")
+        return GangError(f"{self.label}: {', '.join(map(self.name_of, ranks))} {what_happened}")
 
 
 class GangError(RuntimeError):
-    """This rank cannot go on because of others: one is missing or failed, or the flow ended the try."""
+    """This rank cannot go on because of others: one is missing or failed, or the flow ended the attempt."""
 
 
 class SupersededError(RuntimeError):
-    """This rank must not work: Dask restarted it after its worker died, or its try is over."""
+    """This rank must not work: Dask restarted it after its worker died, or its attempt is over."""
 
 
 def check_counts(files: GangFiles) -> None:
-    """Raises SupersededError if another try has begun or committed, whose files this one might overwrite."""
+    """Raises SupersededError if another attempt has begun or committed, whose files this one might
+    overwrite."""
     if files.is_over() or files.is_committed():
         raise SupersededError(
             f"{files.label}: another attempt has begun or committed, so this attempt writes nothing"
@@ -70,7 +71,8 @@ def check_counts(files: GangFiles) -> None:
 
 
 def check_goes_on(files: GangFiles) -> None:
-    """Raises SupersededError if another try or attempt has begun. This one may have committed."""
+    """Raises SupersededError if another attempt at the step or of the flow has begun. This one may have
+    committed."""
     if files.is_over():
         raise SupersededError(
             f"{files.label}: another attempt has begun, so this attempt writes nothing more"
@@ -82,42 +84,43 @@ Meet = Callable[[GangFiles, RankAssignment, str, float], AbstractContextManager[
 
 @contextmanager
 def join_gang(
-    meet: Meet[T], files: GangFiles, seat: RankAssignment, host: str, timeout_s: float
+    meet: Meet[T], files: GangFiles, assignment: RankAssignment, host: str, timeout_s: float
 ) -> Iterator[T]:
-    """Take a seat, meet the other ranks, run the block; ends when rank 0 has finished it.
+    """Begin as a rank, meet the other ranks, run the block; ends when rank 0 has finished it.
 
     `meet` is that of a TrainerBackend, `host` the address of this worker. Raises SupersededError if this rank
     must not work, GangError if another one is missing or has failed, and what the block raises."""
-    if files.is_over() or not files.take_seat(seat.rank, once=not seat.is_alone):
+    if files.is_over() or not files.begin_rank(assignment.rank, once=not assignment.is_alone):
         raise SupersededError(
-            f"{seat.label}: attempt {seat.epoch} already started on this worker or is over, so the rank stops"
+            f"{assignment.label}: attempt {assignment.step_attempt} already started on this worker or is "
+            "over, so the rank stops"
         )
-    with meet(files, seat, host, timeout_s) as ranks:
+    with meet(files, assignment, host, timeout_s) as ranks:
         yield ranks
 
 
 def wait_for(
     files: GangFiles,
-    seat: RankAssignment,
-    look: Callable[[], T | None],
+    assignment: RankAssignment,
+    poll: Callable[[], T | None],
     missing: Callable[[], list[int]],
-    what: str,
+    what_happened: str,
     timeout_s: float,
 ) -> T:
-    """Look until there is something, and return it. Raises GangError if the flow has ended the try, or after
-    `timeout_s`; then it says of the `missing` ranks `what` they have not done."""
+    """Look until there is something, and return it. Raises GangError if the flow has ended the attempt, or
+    after `timeout_s`; then it says of the `missing` ranks `what` they have not done."""
     deadline = time.monotonic() + timeout_s
     files_looked_at = -FILES_POLL_S
-    while (found := look()) is None:
+    while (answer := poll()) is None:
         now = time.monotonic()
         if now > files_looked_at + FILES_POLL_S:
             files_looked_at = now
             if files.is_over():
-                raise GangError(f"{seat.label}: the flow ended attempt {seat.epoch}")
+                raise GangError(f"{assignment.label}: the flow ended attempt {assignment.step_attempt}")
         if now > deadline:
-            raise seat.blame(missing(), f"{what} within {timeout_s:g} s")
+            raise assignment.blame(missing(), f"{what_happened} within {timeout_s:g} s")
         time.sleep(POLL_S)
-    return found
+    return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +139,24 @@ class RanksWait:
     away: list[str]
     """Workers of unfinished ranks that are not connected."""
     fence: bool
-    """Whether the other ranks are to be told now that this try is over."""
+    """Whether the other ranks are to be told now that this attempt is over."""
     give_up: bool
     """Whether the unfinished ranks are awaited no longer."""
     restarted: list[str]
-    """Workers whose process has changed since the try began. Dask runs there again what it had, and a lease
-    that had ended may come before the rank."""
+    """Workers whose process has changed since the attempt began. Dask runs there again what it had, and a
+    lease that had ended may come before the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A try that has ended without a commit."""
+    """An attempt that has ended without a commit."""
 
     error: BaseException
     is_final: bool
-    """Whether there is nothing left to try."""
+    """Whether there is no attempt left."""
     unfinished: list[str]
-    """Workers to kill: their ranks may hang, or go on in vain, and no later try shares a device with them."""
+    """Workers to kill: their ranks may hang, or go on in vain, and no later attempt shares a device with
+    them."""
 
 
 Lent = tuple[str, str]
@@ -160,28 +164,28 @@ Lent = tuple[str, str]
 
 
 class GangPlan:
-    """The tries at the train stage of one iteration: on which workers, which of them are late, which are to
-    blame, and whether and where to try again. Facts in, decisions out: no clock, no IO."""
+    """The attempts at the train stage of one iteration: on which workers, which of them are late, which are
+    to blame, and whether and where to attempt it again. Facts in, decisions out: no clock, no IO."""
 
     def __init__(self, trainers: tuple[str, ...], config: RunConfig, connected: Container[str]) -> None:
         """Without trainers there is nothing to do. If some are away but `train.min_workers` are there, these
         begin."""
         self._config = config
         self._planned = trainers
-        self.epoch = -1
-        """Number of this try."""
+        self.step_attempt = -1
+        """Number of this attempt."""
         self.workers = trainers
-        """Workers of this try, rank 0 first."""
-        here = tuple(worker for worker in trainers if worker in connected)
-        if (fewest := config.train.min_workers) and len(here) >= fewest and len(trainers) > 1:
-            self.workers = here[: config.train.largest_gang(len(here))]
+        """Workers of this attempt, rank 0 first."""
+        connected_trainers = tuple(worker for worker in trainers if worker in connected)
+        if (fewest := config.train.min_workers) and len(connected_trainers) >= fewest and len(trainers) > 1:
+            self.workers = connected_trainers[: config.train.largest_gang(len(connected_trainers))]
         self._blamed: set[str] = set()
         self._begin_waits()
 
-    def begin_try(self) -> list[RankAssignment]:
-        self.epoch += 1
+    def begin_attempt(self) -> list[RankAssignment]:
+        self.step_attempt += 1
         self._begin_waits()
-        return [RankAssignment(self.workers, rank, self.epoch) for rank in range(len(self.workers))]
+        return [RankAssignment(self.workers, rank, self.step_attempt) for rank in range(len(self.workers))]
 
     def _begin_waits(self) -> None:
         self._revoked: set[Lent] = set()
@@ -192,14 +196,14 @@ class GangPlan:
 
     @property
     def yield_s(self) -> float:
-        """Longest time until all ranks have begun; those of a later try may have to wait for workers."""
+        """Longest time until all ranks have begun; those of a later attempt may have to wait for workers."""
         config = self._config
-        return config.cluster.yield_timeout_s + (config.train.gang_timeout_s if self.epoch else 0)
+        return config.cluster.yield_timeout_s + (config.train.gang_timeout_s if self.step_attempt else 0)
 
-    def take_devices(self, lent: Iterable[Lent], addresses: Mapping[str, str]) -> set[Lent]:
+    def revoke_first(self, lent: Iterable[Lent], addresses: Mapping[str, str]) -> set[Lent]:
         """Leases to revoke first, of those lent when the iteration began. `addresses` are those of connected
         workers by name: of the processes that hold the devices."""
-        is_first = self.epoch == 0
+        is_first = self.step_attempt == 0
         self._addresses = addresses
         self._revoked = {lease for lease in lent if lease[0] in self.workers and is_first}
         # the lease on a worker that replaces another may be known only once it has begun there
@@ -216,13 +220,13 @@ class GangPlan:
             if worker in addresses and addresses[worker] == self._addresses.get(worker)
         ]
 
-    def to_revoke(self, holding: Iterable[Lent]) -> set[Lent]:
+    def revoke_next(self, holding: Iterable[Lent]) -> set[Lent]:
         """Leases that hold devices of late workers and were not revoked before."""
-        found = set(holding) - self._revoked
-        self._revoked = self._revoked | found
-        return found
+        unrevoked = set(holding) - self._revoked
+        self._revoked = self._revoked | unrevoked
+        return unrevoked
 
-    def look(self, now: float, addresses: Mapping[str, str], ends: Mapping[str, RankEnd]) -> RanksWait:
+    def observe(self, now: float, addresses: Mapping[str, str], ends: Mapping[str, RankEnd]) -> RanksWait:
         """Once rank 0 has ended, or a rank has failed, or its worker was away for too long, the others have
         `gang_timeout_s` to end. `addresses` are those of connected workers, `ends` those of the ranks that
         have ended, by worker."""
@@ -248,8 +252,8 @@ class GangPlan:
         return RanksWait(away, fence=begins and failed, give_up=is_late, restarted=restarted)
 
     def judge(self, ends: Mapping[str, RankEnd]) -> Failure:
-        """What follows if nothing is committed. There is nothing left to try if all ranks have failed by
-        themselves, or after `MAX_TRIES`."""
+        """What follows if nothing is committed. There is no attempt left if all ranks have failed by
+        themselves, or after `MAX_ATTEMPTS`."""
         unfinished = [worker for worker in self.workers if worker not in ends]
         errors = {worker: end.error for worker, end in ends.items() if end.error is not None}
         own = [error for worker, error in errors.items() if ends[worker].fault == "rank"]
@@ -258,16 +262,16 @@ class GangPlan:
         away_s = self._config.train.gang_timeout_s
         absence = GangError(f"{', '.join(unfinished)} left and did not come back within {away_s:g} s")
         reason = [*own, *errors.values(), absence][0]
-        is_final = len(own) == len(self.workers) or self.epoch + 1 == MAX_TRIES
+        is_final = len(own) == len(self.workers) or self.step_attempt + 1 == MAX_ATTEMPTS
         return Failure(reason, is_final, unfinished)
 
     def choose_again(self, connected: Collection[Worker]) -> None:
-        """Choose the workers of the next try as at the start of the run. Those that were lost, restarted by
-        their nannies, or failed are included only if the others are too few. Raises ValueError while all
+        """Choose the workers of the next attempt as at the start of the run. Those that were lost, restarted
+        by their nannies, or failed are included only if the others are too few. Raises ValueError while all
         together are too few."""
-        others = [worker for worker in connected if worker.name not in self._blamed]
+        unblamed = [worker for worker in connected if worker.name not in self._blamed]
         try:
-            chosen = choose_trainers(others, self._config, trained=self._planned)
+            chosen = choose_trainers(unblamed, self._config, trained=self._planned)
         except ValueError:
             chosen = choose_trainers([*connected], self._config, trained=self._planned)
         self.workers = tuple(worker.name for worker in chosen)

@@ -121,16 +121,16 @@ def _fault_of(model: str, setting: str) -> str | None:
         return f"the weights of {model} are quantised ({method}); {_FULL_ONES}"
     kind = next(iter(shape.get("architectures") or ()), None)
     if shape.get("is_encoder_decoder"):
-        what = f"{kind or 'a model'}, an encoder-decoder model"
+        problem = f"{kind or 'a model'}, an encoder-decoder model"
     elif kind and not kind.endswith(SAMPLING):
-        what = f"{kind}, which does not generate text"
+        problem = f"{kind}, which does not generate text"
     elif kind and kind.endswith("ForConditionalGeneration") and not _is_causal(shape, setting):
-        what = f"{kind}, which is not a causal language model in transformers"
+        problem = f"{kind}, which is not a causal language model in transformers"
     else:
         return None
     named = "a folder of a causal language model (...ForCausalLM in its config.json)"
     seeing = f", or of a model that sees pictures ({', '.join(SEEING)})" * (setting in _MAY_SEE)
-    return f"{model} is {what}: name {named}{seeing}"
+    return f"{model} is {problem}: name {named}{seeing}"
 
 
 def _is_causal(shape: dict[str, Any], setting: str) -> bool:
@@ -149,8 +149,8 @@ def is_quantised(model: str, shape: dict[str, Any]) -> bool:
 def _find_quantiser(model: str, shape: dict[str, Any]) -> str | None:
     for part, key in product((shape, shape.get("text_config") or {}), QUANTISED):
         if settings := part.get(key):
-            known = settings.get("quant_method") if isinstance(settings, dict) else None
-            return str(known or f"`{key}` in config.json")
+            method = settings.get("quant_method") if isinstance(settings, dict) else None
+            return str(method or f"`{key}` in config.json")
     return next((name for name in QUANTISED_FILES if Path(model, name).is_file()), None)
 
 
@@ -222,8 +222,8 @@ def describe_policy(folder: str) -> str:
 
 
 def _describe_tools(renderer: Renderer) -> str:
-    shown = f"its chat template shows {'' if renderer.shows_tools else 'no '}tools"
+    tools = f"its chat template shows {'' if renderer.shows_tools else 'no '}tools"
     if not renderer.tool_format:
-        return f"{shown} and writes tool calls in an unknown format, so requests with tools are refused"
+        return f"{tools} and writes tool calls in an unknown format, so requests with tools are refused"
     hidden = "" if renderer.shows_tools else ", so no prompt contains them"
-    return f"{shown}{hidden}, and calls are read as {renderer.tool_format}"
+    return f"{tools}{hidden}, and calls are read as {renderer.tool_format}"

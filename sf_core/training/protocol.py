@@ -80,7 +80,7 @@ class TrainerBackend(Protocol):
     def __init__(self, device: WorkerDevice) -> None: ...
 
     def meet(
-        self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float
+        self, files: GangFiles, assignment: RankAssignment, host: str, timeout_s: float
     ) -> AbstractContextManager[Any]:
         """Meet the other ranks of the try; gives the block what `trainer_at` takes as `ranks`, and ends when
         rank 0 has finished its block. Raises GangError, naming ranks that are missing or have failed; no wait

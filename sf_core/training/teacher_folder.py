@@ -93,25 +93,25 @@ class TeacherFolder:
 
 def is_here(model: str) -> bool:
     """Whether the folder or the run that `train.teacher.model` names is on this host."""
-    found = _VERSION.fullmatch(model)
-    return Path(policy_folder(model)).is_dir() or (found is not None and RunDirectory(found[1]).exists())
+    match = _VERSION.fullmatch(model)
+    return Path(policy_folder(model)).is_dir() or (match is not None and RunDirectory(match[1]).exists())
 
 
 def find_teacher(model: str) -> TeacherFolder:
     """The teacher that `train.teacher.model` names: a folder, one that `sf model` has made, or RUN@VERSION.
     Raises ValueError, one sentence, if it is none of them or its weights cannot be loaded."""
-    found = None if Path(model).exists() else _VERSION.fullmatch(model)
-    if found is None:
+    match = None if Path(model).exists() else _VERSION.fullmatch(model)
+    if match is None:
         folder = policy_folder(model)
         check_weights_folder(folder, SETTING)
         return TeacherFolder(folder)
-    if not (run := RunDirectory(found[1])).exists():
+    if not (run := RunDirectory(match[1])).exists():
         raise ValueError(f"{SETTING}: {model} is not a version of a run: {run.uri} has no config.json")
     try:
-        RunView(run).weights_of(int(found[2]))
+        RunView(run).weights_of(int(match[2]))
     except ValueError as error:
         raise ValueError(f"{SETTING}: {error}") from None
-    (teacher := version_of(run, int(found[2]))).check(SETTING, OF_A_RUN)
+    (teacher := version_of(run, int(match[2]))).check(SETTING, OF_A_RUN)
     return teacher
 
 
@@ -145,15 +145,17 @@ def check_vocabulary(policy: Tokenizer, rows: int, folder: str, setting: str) ->
     taught = read_tokenizer(folder, setting).get_vocab()
     for token, number in sorted(own.items(), key=lambda item: item[1]):
         if taught.get(token) != number:
-            there = next((repr(other) for other, found in taught.items() if found == number), "no token")
+            teachers_token = next(
+                (repr(other) for other, token_id in taught.items() if token_id == number), "no token"
+            )
             raise ValueError(
                 f"{setting}: the vocabulary of {folder} differs from the policy's: id {number} is {token!r} "
-                f"for the policy and {there} for the teacher; choose a teacher of the policy's family"
+                f"for the policy and {teachers_token} for the teacher; choose a teacher of the policy's family"
             )
-    if (known := count_rows(folder)) is not None and known < rows:
+    if (vocab_size := count_rows(folder)) is not None and vocab_size < rows:
         raise ValueError(
-            f"{setting}: the vocabulary of {folder} has {known:,} ids, but the policy can sample {rows:,}: "
-            "choose a teacher whose vocabulary is at least as large"
+            f"{setting}: the vocabulary of {folder} has {vocab_size:,} ids, but the policy can "
+            f"sample {rows:,}: choose a teacher whose vocabulary is at least as large"
         )
 
 

@@ -95,7 +95,7 @@ class TrainerTests:
     @contextmanager
     def _trainer(self, run: TrainedRun, version: int) -> Iterator[Trainer]:
         """The trainer of the only rank."""
-        gang = GangFiles(run.directory, version, attempt=1, epoch=0)
+        gang = GangFiles(run.directory, version, attempt=1, step_attempt=0)
         alone = RankAssignment(("t0",))
         with (
             join_gang(self.backend.meet, gang, alone, "127.0.0.1", 10.0) as ranks,
@@ -126,14 +126,14 @@ class TrainerTests:
             settings = run.config.train.model_dump(mode="json")
             outputs = [run.directory.relative(ref) for ref in weights]
             trainer.await_checkpoint()
-            told = {"settings": settings, "version": version, "device": "cpu"}
-            _commit(run, iteration, "train", outputs, **told, **metrics)
+            facts = {"settings": settings, "version": version, "device": "cpu"}
+            _commit(run, iteration, "train", outputs, **facts, **metrics)
             if version % run.config.train.interval == 0:
                 trainer.save_checkpoint(run.directory.checkpoint_dir(version))
         return weights
 
 
 def _commit(run: TrainedRun, iteration: int, stage: str, outputs: list[FileRef], **data: Any) -> None:
-    known = {"run_id": run.directory.run_id, "iteration": iteration, "stage": stage, "attempt": 1}
+    identity = {"run_id": run.directory.run_id, "iteration": iteration, "stage": stage, "attempt": 1}
     times = {"started_at": 0.0, "finished_at": 0.0}
-    run.directory.commit_manifest(Manifest(**known, outputs=outputs, data=times | data))
+    run.directory.commit_manifest(Manifest(**identity, outputs=outputs, data=times | data))

@@ -44,8 +44,8 @@ class Tower:
         self._network.requires_grad_(False).to(device)
         # never torchvision's, which need not be there
         self._processor = Qwen2VLImageProcessorPil.from_pretrained(model_dir)
-        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
-        self._kept_bytes = 0
+        self._cache: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._cache_bytes = 0
 
     def move(self, device: torch.device) -> None:
         self._network.to(device)
@@ -62,9 +62,9 @@ class Tower:
     @torch.no_grad()
     def _see(self, picture: PictureSpan) -> torch.Tensor:
         """The features of a picture [length, width], in the host's memory."""
-        if (found := self._kept.get(picture.sha256)) is not None:
-            self._kept.move_to_end(picture.sha256)
-            return found
+        if (cached := self._cache.get(picture.sha256)) is not None:
+            self._cache.move_to_end(picture.sha256)
+            return cached
         image = Image.open(io.BytesIO(read_picture(self._media, picture.sha256)))
         # it has its size already
         read = self._processor([image], do_resize=False, return_tensors="pt").to(self._network.device)
@@ -76,10 +76,10 @@ class Tower:
                 f"picture {picture.sha256} has {len(features)} tokens, but a trajectory has "
                 f"{picture.length} tokens for it"
             )
-        self._kept[picture.sha256] = features
-        self._kept_bytes += features.nbytes
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._cache[picture.sha256] = features
+        self._cache_bytes += features.nbytes
+        while self._cache_bytes > KEPT_BYTES and len(self._cache) > 1:
+            self._cache_bytes -= self._cache.popitem(last=False)[1].nbytes
         return features
 
 

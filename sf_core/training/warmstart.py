@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from sf_core.config import RunConfig, WarmstartConfig
 from sf_core.dataplane.chat.renderer import open_renderer
-from sf_core.training.demonstrations import RATE_OF_BUILT_IN, Shown, demonstrations, encode
+from sf_core.training.demonstrations import RATE_OF_BUILT_IN, EncodedDemonstration, demonstrations, encode
 from sf_core.training.packing.rows import SAMPLING, Row
 from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
@@ -41,9 +41,9 @@ def warmstart(folder: str, config: RunConfig) -> None:
     learner = Blind(folder) if renderer.sight is None else Seeing(folder)
     parameters = list(learner.model.parameters())
     optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=True)
-    for step, shown in enumerate(demonstrations(config, range(steps))):
-        encoded = [encode(renderer, one) for one in shown]
-        total = sum(int(one.said.sum()) for one in encoded)
+    for step, batch in enumerate(demonstrations(config, range(steps))):
+        encoded = [encode(renderer, demonstration) for demonstration in batch]
+        total = sum(int(demonstration.is_answer.sum()) for demonstration in encoded)
         for logits, targets in learner.predict(encoded):
             loss = torch.nn.functional.cross_entropy(
                 logits, targets, reduction="sum", label_smoothing=smoothing
@@ -64,9 +64,13 @@ class Blind:
         self._network = Network(folder)
         self.model = self._network.model
 
-    def predict(self, shown: list[Shown]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def predict(
+        self, demonstrations: list[EncodedDemonstration]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Logits of what the assistant says, and its tokens; of a part of what is shown at a time."""
-        for microbatch in pack([row_of(one) for one in shown], Packing(TOKENS_PER_MICROBATCH)):
+        for microbatch in pack(
+            [row_of(demonstration) for demonstration in demonstrations], Packing(TOKENS_PER_MICROBATCH)
+        ):
             yield self._network.logits(microbatch), microbatch.targets
 
 
@@ -78,27 +82,35 @@ class Seeing:
         # never torchvision's, which need not be there
         self._processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
 
-    def predict(self, shown: list[Shown]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def predict(
+        self, demonstrations: list[EncodedDemonstration]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """As that of `Blind`."""
-        size = max(1, TOKENS_PER_MICROBATCH // max(one.token_ids.size for one in shown))
-        for first in range(0, len(shown), size):
-            part = shown[first : first + size]
-            ids = _pad(one.token_ids for one in part).long()
-            said = _pad(one.said for one in part)
+        size = max(
+            1, TOKENS_PER_MICROBATCH // max(demonstration.token_ids.size for demonstration in demonstrations)
+        )
+        for first in range(0, len(demonstrations), size):
+            part = demonstrations[first : first + size]
+            ids = _pad(demonstration.token_ids for demonstration in part).long()
+            is_answer = _pad(demonstration.is_answer for demonstration in part)
             pictures = [
-                Image.open(io.BytesIO(one.files[span.sha256])) for one in part for span in one.pictures
+                Image.open(io.BytesIO(demonstration.files[span.sha256]))
+                for demonstration in part
+                for span in demonstration.pictures
             ]
             # they have the size that the policy sees
             seen = self._processor(pictures, do_resize=False, return_tensors="pt") if pictures else {}
             logits = self.model(
                 input_ids=ids,
-                attention_mask=_pad(np.ones(one.token_ids.size, np.int64) for one in part),
+                attention_mask=_pad(
+                    np.ones(demonstration.token_ids.size, np.int64) for demonstration in part
+                ),
                 mm_token_type_ids=(ids == self.model.config.image_token_id).int(),
                 use_cache=False,
                 **seen,
             ).logits
-            said = said[:, 1:]
-            yield logits[:, :-1][said], ids[:, 1:][said]
+            is_answer = is_answer[:, 1:]
+            yield logits[:, :-1][is_answer], ids[:, 1:][is_answer]
 
 
 def _pad(arrays: Iterable[np.ndarray]) -> torch.Tensor:
@@ -115,17 +127,17 @@ def learning_rate(config: WarmstartConfig, steps: int, step: int) -> float:
     return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def row_of(shown: Shown) -> Row:
+def row_of(demonstration: EncodedDemonstration) -> Row:
     """A training row of which only tokens and mask count."""
-    nothing = np.zeros(shown.token_ids.size, dtype=np.float32)
+    nothing = np.zeros(demonstration.token_ids.size, dtype=np.float32)
     return Row(
-        token_ids=shown.token_ids,
-        loss_mask=shown.said,
+        token_ids=demonstration.token_ids,
+        loss_mask=demonstration.is_answer,
         logprobs=nothing,
         advantages=nothing,
-        policy_versions=np.zeros(shown.token_ids.size, dtype=np.int32),
-        sampling=np.zeros(shown.token_ids.size, SAMPLING),
-        weights=np.ones(shown.token_ids.size, dtype=np.float32),
+        policy_versions=np.zeros(demonstration.token_ids.size, dtype=np.int32),
+        sampling=np.zeros(demonstration.token_ids.size, SAMPLING),
+        weights=np.ones(demonstration.token_ids.size, dtype=np.float32),
         group="",
         session="",
     )

@@ -86,8 +86,8 @@ def stream_number(path: str | Path) -> int | None:
     """File descriptor of the stream of this process that a path like `/dev/stdout` or `/dev/fd/63` names."""
     named = os.path.abspath(path)
     for _ in range(3):
-        if (found := _STREAM.fullmatch(named)) is not None:
-            return int(found[1])
+        if (stream := _STREAM.fullmatch(named)) is not None:
+            return int(stream[1])
         if not os.path.islink(named):
             break
         named = os.path.normpath(os.path.join(os.path.dirname(named), os.readlink(named)))
@@ -119,9 +119,9 @@ def _check(path: str | Path, number: int) -> int:
     return number
 
 
-def _refuse(path: str | Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise _explain(path, _KINDS.get(stat.S_IFMT(found.st_mode), "something else"))
+def _refuse(path: str | Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _explain(path, _KINDS.get(stat.S_IFMT(status.st_mode), "something else"))
 
 
 def _explain(path: str | Path, kind: str) -> StorageError:

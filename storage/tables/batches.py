@@ -52,9 +52,9 @@ def write_batch(
         pa.array(decisions, pa.string()),
     ]
     # whether the policy sees
-    known = SEEING_SCHEMA if IMAGES.name in trajectories.column_names else SCHEMA
-    columns = [trajectories[name] for name in known.names]
-    table = pa.table([*columns, *added], schema=pa.unify_schemas([known, _ADDED]))
+    schema_of_rows = SEEING_SCHEMA if IMAGES.name in trajectories.column_names else SCHEMA
+    columns = [trajectories[name] for name in schema_of_rows.names]
+    table = pa.table([*columns, *added], schema=pa.unify_schemas([schema_of_rows, _ADDED]))
     uri = f"{run.partition('batches', iteration)}/{part}.parquet"
     return run.relative(parquet.write_table(uri, table))
 

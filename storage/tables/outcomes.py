@@ -66,5 +66,5 @@ def read_outcomes(run: RunDirectory, before: int) -> Iterator[dict[str, Any]]:
         return outcomes_of(run, manifest) if manifest else []
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        for found in readers.map(rows, range(before)):
-            yield from found
+        for rows_of_file in readers.map(rows, range(before)):
+            yield from rows_of_file

@@ -83,8 +83,8 @@ def iter_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Read one file, `max_rows` at a time, never whole in memory; else like `read_table`."""
     with _open(uri, pre_buffer=False) as reader:
-        found = _check_columns(uri, reader.schema_arrow, columns, schema, optional)
-        for batch in reader.iter_batches(max_rows, columns=found):
+        readable = _check_columns(uri, reader.schema_arrow, columns, schema, optional)
+        for batch in reader.iter_batches(max_rows, columns=readable):
             yield _with_lists(batch, schema)
 
 
@@ -157,19 +157,19 @@ def _complete(uri: str) -> Iterator[None]:
 
 def _check_columns(
     uri: str,
-    found: pa.Schema,
+    stored: pa.Schema,
     columns: list[str] | None,
     expected: pa.Schema | None,
     optional: Collection[str],
 ) -> list[str] | None:
     """The columns that are there."""
-    if unknown := set(columns or ()) - set(found.names) - set(optional):
+    if unknown := set(columns or ()) - set(stored.names) - set(optional):
         raise ValueError(f"{uri}: the file has no column {', '.join(sorted(unknown))}")
     for field in expected or ():
-        kind = found.field(field.name).type if field.name in found.names else field.type
+        kind = stored.field(field.name).type if field.name in stored.names else field.type
         if kind != field.type and not _was_map(kind, field.type):
             raise ValueError(f"{uri}: column {field.name} is of type {kind}, expected {field.type}")
-    return None if columns is None else [name for name in columns if name in found.names]
+    return None if columns is None else [name for name in columns if name in stored.names]
 
 
 def _was_map(kind: pa.DataType, expected: pa.DataType) -> bool:
@@ -179,22 +179,22 @@ def _was_map(kind: pa.DataType, expected: pa.DataType) -> bool:
     return expected == pa.list_(pa.struct([("name", kind.key_type), ("value", kind.item_type)]))
 
 
-def _with_lists(found: Rows, schema: pa.Schema | None) -> Rows:
-    for number, field in enumerate(found.schema):
+def _with_lists(rows: Rows, schema: pa.Schema | None) -> Rows:
+    for number, field in enumerate(rows.schema):
         if schema is not None and pa.types.is_map(field.type):
             kind = schema.field(field.name).type
-            found = found.set_column(number, pa.field(field.name, kind), found.column(number).cast(kind))
-    return found
+            rows = rows.set_column(number, pa.field(field.name, kind), rows.column(number).cast(kind))
+    return rows
 
 
 def _check_version(uri: str, schema: pa.Schema) -> None:
-    found = str((schema.metadata or {}).get(_VERSION_KEY, b"").decode())
-    if not found.isdecimal():
+    version = str((schema.metadata or {}).get(_VERSION_KEY, b"").decode())
+    if not version.isdecimal():
         raise ValueError(f"{uri}: not a file of SeamlessFlow: the metadata has no schema version")
-    if int(found) not in READ_VERSIONS:
-        known = " and ".join(map(str, READ_VERSIONS))
+    if int(version) not in READ_VERSIONS:
+        readable = " and ".join(map(str, READ_VERSIONS))
         raise ValueError(
-            f"{uri}: the file has schema version {found}, but this SeamlessFlow reads {known}; use the "
+            f"{uri}: the file has schema version {version}, but this SeamlessFlow reads {readable}; use the "
             "version of SeamlessFlow that wrote the file"
         )
 

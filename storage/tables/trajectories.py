@@ -64,8 +64,8 @@ def read_trajectories(
     `schema` says, or is in no such folder.
     """
     number = iteration_of(uri)
-    wanted = None if columns is None else [name for name in columns if name != "iteration"]
-    table = parquet.read_table(uri, wanted, schema, [IMAGES.name])
+    stored_columns = None if columns is None else [name for name in columns if name != "iteration"]
+    table = parquet.read_table(uri, stored_columns, schema, [IMAGES.name])
     if columns is not None and "iteration" not in columns:
         return table
     iteration = pa.array(np.full(len(table), number, np.int32))
@@ -130,10 +130,10 @@ def to_table(run_id: str, rows: Sequence[Trajectory], *, sees: bool = False) -> 
     schema = SEEING_SCHEMA if sees else SCHEMA
     if sees:
         columns[IMAGES.name] = _structs(IMAGE, [row.images for row in rows])
-    elif shown := next((row for row in rows if row.images), None):
+    elif row_seeing := next((row for row in rows if row.images), None):
         raise ValueError(
-            f"branch {shown.branch_id} of session {shown.session_id} has pictures, but its policy does not "
-            "see pictures"
+            f"branch {row_seeing.branch_id} of session {row_seeing.session_id} has pictures, "
+            "but its policy does not see pictures"
         )
     plain = {name: [getattr(row, name) for row in rows] for name in schema.names if name not in columns}
     return pa.Table.from_pydict(columns | plain, schema=schema)

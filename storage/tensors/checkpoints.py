@@ -65,13 +65,15 @@ def save_shard(
     shard = write_shard(files.join(folder, _shard(rank, ranks)), slices)
     written = CheckpointFile(bytes=shard.bytes, sha256=shard.sha256)
     if rank:
-        files.write_atomic(files.join(folder, _note(rank, ranks)), written.model_dump_json().encode())
+        files.write_atomic(
+            files.join(folder, _description_file(rank, ranks)), written.model_dump_json().encode()
+        )
         return
     shards = {_shard(0, ranks): written}
     deadline = time.monotonic() + patience_s
     for other in range(1, ranks):
-        note = files.join(folder, _note(other, ranks))
-        shards[_shard(other, ranks)] = CheckpointFile.model_validate_json(_await(note, deadline))
+        description = files.join(folder, _description_file(other, ranks))
+        shards[_shard(other, ranks)] = CheckpointFile.model_validate_json(_await(description, deadline))
     state = _State(**progress.model_dump(), shards=shards)
     content = state.model_dump_json(indent=2, exclude_defaults=True)
     files.write_atomic(files.join(folder, STATE), content.encode())
@@ -81,7 +83,7 @@ def _shard(rank: int, ranks: int) -> str:
     return f"shard-{rank + 1}-of-{ranks}.safetensors"
 
 
-def _note(rank: int, ranks: int) -> str:
+def _description_file(rank: int, ranks: int) -> str:
     """Name of the file by which a rank says that its shard is written."""
     return f"shard-{rank + 1}-of-{ranks}.json"
 
@@ -107,7 +109,9 @@ def remove_checkpoint(uri: str) -> None:
     files.remove_folder(uri)
 
 
-def load_checkpoint(uri: str, wanted: Mapping[str, Slice]) -> tuple[dict[str, torch.Tensor], TrainerProgress]:
+def load_checkpoint(
+    uri: str, targets: Mapping[str, Slice]
+) -> tuple[dict[str, torch.Tensor], TrainerProgress]:
     """Slices of the parameters with these names, each in its PARTS, by PART/NAME, and the rest of the state.
 
     Raises ValueError with one sentence if the checkpoint is missing, incomplete or corrupt."""
@@ -118,6 +122,6 @@ def load_checkpoint(uri: str, wanted: Mapping[str, Slice]) -> tuple[dict[str, to
     shards = [FileRef(files.join(uri, name), file.bytes, file.sha256) for name, file in state.shards.items()]
     slices: dict[str, Slice] = {}
     for part in PARTS:
-        slices |= {f"{part}/{name}": wanted_slice for name, wanted_slice in wanted.items()}
+        slices |= {f"{part}/{name}": target for name, target in targets.items()}
     progress = TrainerProgress(**state.model_dump(exclude={"shards"}))
     return read_shards(uri, shards, slices), progress

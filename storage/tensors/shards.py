@@ -93,8 +93,8 @@ def write_shard(uri: str, slices: Slices) -> FileRef:
     for name, (_, tensor) in slices.items():
         entries[name] = entry_of(tensor, end)
         end = entries[name].data_offsets[1]
-    places = {name: {"saved_offsets": p.offset, "shape": p.shape} for name, (p, _) in slices.items()}
-    header = Header({"format": "pt", PLACES: json.dumps(places)}, entries)
+    slices_by_name = {name: {"saved_offsets": p.offset, "shape": p.shape} for name, (p, _) in slices.items()}
+    header = Header({"format": "pt", PLACES: json.dumps(slices_by_name)}, entries)
     with files.writer(uri) as file:
         file.write(header.encode())
         for _, tensor in slices.values():
@@ -103,7 +103,7 @@ def write_shard(uri: str, slices: Slices) -> FileRef:
 
 
 def read_shards(
-    folder: str, shards: Iterable[FileRef], wanted: Mapping[str, Slice]
+    folder: str, shards: Iterable[FileRef], targets: Mapping[str, Slice]
 ) -> dict[str, torch.Tensor]:
     """The wanted slices, from those shards of the folder that have a part of them. Each of these is read
     once, and what it holds is used only if it is what was written.
@@ -113,14 +113,19 @@ def read_shards(
 
     from storage.tensors.torch_bytes import tensor_of
 
-    found: dict[str, _Filled] = {}
+    filled_by_name: dict[str, _Filled] = {}
     for shard in shards:
-        _read_shard(shard, wanted, found)
-    for name, place in wanted.items():
-        if 0 not in place.size and (name not in found or found[name].missing):
+        _read_shard(shard, targets, filled_by_name)
+    for name, target in targets.items():
+        if 0 not in target.size and (name not in filled_by_name or filled_by_name[name].missing):
             raise ValueError(f"{folder}: the shards lack {name!r} or a part of it")
-    full = {name: tensor_of(one.data, one.dtype, wanted[name].size) for name, one in found.items()}
-    return {name: full[name] if name in full else torch.empty(place.size) for name, place in wanted.items()}
+    full = {
+        name: tensor_of(filled.data, filled.dtype, targets[name].size)
+        for name, filled in filled_by_name.items()
+    }
+    return {
+        name: full[name] if name in full else torch.empty(target.size) for name, target in targets.items()
+    }
 
 
 @dataclass(slots=True)
@@ -134,7 +139,7 @@ class _Filled:
     """Number of elements that no shard had yet."""
 
 
-def _read_shard(shard: FileRef, wanted: Mapping[str, Slice], found: dict[str, _Filled]) -> None:
+def _read_shard(shard: FileRef, targets: Mapping[str, Slice], filled_by_name: dict[str, _Filled]) -> None:
     try:
         with files.open_read(shard.uri) as opened:
             if (size := opened.seek(0, SEEK_END)) != shard.bytes:
@@ -142,29 +147,29 @@ def _read_shard(shard: FileRef, wanted: Mapping[str, Slice], found: dict[str, _F
             opened.seek(0)
             file: Any = files.HashedFile(opened)
             header = read_header(shard.uri, file)
-            places = _places(shard.uri, header)
+            stored_slices = _stored_slices(shard.uri, header)
             if not any(
                 [
-                    _has_part(shard.uri, name, places[name], wanted[name])
-                    for name in places.keys() & wanted.keys()
+                    _has_part(shard.uri, name, stored_slices[name], targets[name])
+                    for name in stored_slices.keys() & targets.keys()
                 ]
             ):
                 return
             for name, entry in header.entries.items():
                 data = file.read(entry.data_offsets[1] - entry.data_offsets[0])
-                if name in wanted:
-                    _fill(shard.uri, name, entry, places[name], wanted[name], data, found)
+                if name in targets:
+                    _fill(shard.uri, name, entry, stored_slices[name], targets[name], data, filled_by_name)
     except FileNotFoundError:
         raise ValueError(f"{shard.uri}: is missing") from None
     if file.ref(shard.uri) != shard:
         raise ValueError(f"{shard.uri}: the content differs from what was written")
 
 
-def _places(uri: str, header: Header) -> dict[str, Slice]:
+def _stored_slices(uri: str, header: Header) -> dict[str, Slice]:
     """Offsets of every slice in the file. Raises ValueError if an offset is missing."""
     try:
         described = _PLACES.validate_json(header.metadata.get(PLACES, ""))
-        places = {
+        slices_by_name = {
             name: Slice(described[name].shape, described[name].saved_offsets, entry.shape)
             for name, entry in header.entries.items()
         }
@@ -172,35 +177,44 @@ def _places(uri: str, header: Header) -> dict[str, Slice]:
         raise ValueError(f"{uri}: not a shard: the offsets of its slices are missing") from None
     end = 0
     for name, entry in header.entries.items():
-        place = places[name]
-        if entry.data_offsets[0] != end or len({len(place.shape), len(place.offset), len(place.size)}) != 1:
+        stored = slices_by_name[name]
+        if (
+            entry.data_offsets[0] != end
+            or len({len(stored.shape), len(stored.offset), len(stored.size)}) != 1
+        ):
             raise ValueError(f"{uri}: not a shard: {name!r} has no valid offsets")
         end = entry.data_offsets[1]
-    return places
+    return slices_by_name
 
 
-def _has_part(uri: str, name: str, place: Slice, target: Slice) -> bool:
-    if place.shape != target.shape:
+def _has_part(uri: str, name: str, stored: Slice, target: Slice) -> bool:
+    if stored.shape != target.shape:
         raise ValueError(
-            f"{uri}: {name!r} belongs to a tensor of shape {[*place.shape]}; expected {[*target.shape]}"
+            f"{uri}: {name!r} belongs to a tensor of shape {[*stored.shape]}; expected {[*target.shape]}"
         )
-    return place.intersect(target) is not None
+    return stored.intersect(target) is not None
 
 
 def _fill(
-    uri: str, name: str, entry: Entry, place: Slice, target: Slice, data: bytes, found: dict[str, _Filled]
+    uri: str,
+    name: str,
+    entry: Entry,
+    stored_slice: Slice,
+    target: Slice,
+    data: bytes,
+    filled_by_name: dict[str, _Filled],
 ) -> None:
     """Copy what a slice in a file shares with the wanted one."""
-    width, rest = divmod(len(data), max(1, math.prod(place.size)))
-    if name not in found:
+    width, rest = divmod(len(data), max(1, math.prod(stored_slice.size)))
+    if name not in filled_by_name:
         room = np.empty((*target.size, width), np.uint8)
-        found[name] = _Filled(entry.dtype, room, math.prod(target.size))
-    filled = found[name]
+        filled_by_name[name] = _Filled(entry.dtype, room, math.prod(target.size))
+    filled = filled_by_name[name]
     if rest or entry.dtype != filled.dtype or (data and width != filled.data.shape[-1]):
         raise ValueError(f"{uri}: {name!r} has another dtype than the rest of its tensor")
-    source = place.intersect(target)
-    there = target.intersect(place)
-    if source is not None and there is not None:
-        stored = np.frombuffer(data, np.uint8).reshape(*place.size, width)
-        filled.data[there] = stored[source]
-        filled.missing -= math.prod(index.stop - index.start for index in there)
+    source = stored_slice.intersect(target)
+    box = target.intersect(stored_slice)
+    if source is not None and box is not None:
+        stored = np.frombuffer(data, np.uint8).reshape(*stored_slice.size, width)
+        filled.data[box] = stored[source]
+        filled.missing -= math.prod(index.stop - index.start for index in box)

@@ -20,31 +20,31 @@ PLACE = "/dev/shm"
 
 def make_room(name: str, num_bytes: int, root: str) -> tempfile.TemporaryDirectory[str]:
     """A folder with a file of this name and size. Raises OSError if there is no room for it."""
-    place = scratch_folder(root)
+    folder = scratch_folder(root)
     try:
-        with open(os.path.join(place.name, name), "wb") as file:
+        with open(os.path.join(folder.name, name), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
     except OSError:
-        place.cleanup()
+        folder.cleanup()
         raise
-    return place
+    return folder
 
 
 def share(tensors: TensorBytes, digest: str) -> TensorBytes:
     """These tensors in shared memory, where they are found by their digest for as long as the result is used.
     If that has no room for them, they stay where they are."""
     try:
-        place = make_room("unfinished", len(tensors.data), PLACE)
+        folder = make_room("unfinished", len(tensors.data), PLACE)
     except OSError:
         return tensors
-    path = os.path.join(place.name, "unfinished")
+    path = os.path.join(folder.name, "unfinished")
     with open(path, "r+b") as file:
         file.write(tensors.data)
         file.flush()
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    os.rename(path, os.path.join(place.name, digest))
+    os.rename(path, os.path.join(folder.name, digest))
     copy = TensorBytes(path, tensors.header, memoryview(data))
-    weakref.finalize(copy, place.cleanup)
+    weakref.finalize(copy, folder.cleanup)
     return copy
 
 

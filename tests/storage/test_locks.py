@@ -14,13 +14,13 @@ def test_a_held_lock_names_its_holder_until_it_is_closed(tmp_path: Path) -> None
     assert find_holder(path) is None
     with FileLock(path) as lock:
         assert find_holder(path) == {}, "it has not told who it is"
-        lock.tell(attempt=2)
+        lock.record(attempt=2)
         with pytest.raises(HeldError, match=f"locked by process {os.getpid()} on ") as held:
             FileLock(path)
         assert held.value.facts["attempt"] == 2
         facts = find_holder(path)
         assert facts is not None and describe(facts).startswith(f"process {os.getpid()} on ")
-        lock.tell()
+        lock.record()
         assert "attempt" not in (find_holder(path) or {})
     assert find_holder(path) is None
     with FileLock(path):

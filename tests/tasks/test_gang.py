@@ -51,7 +51,7 @@ def gang_of(
     """Makes a gang of one rank, submitted to t0 as this future."""
 
     def make(rank: TaskFuture) -> Gang:
-        monkeypatch.setattr("tasks.gang.submit", lambda task, run_ref, iteration, seat, **options: rank)
+        monkeypatch.setattr("tasks.gang.submit", lambda task, run_ref, iteration, assignment, **options: rank)
         gang = Gang(run_ref, 0, ("t0",))
         assert gang.submit([]) == [rank]
         return gang
@@ -71,11 +71,11 @@ def test_training_takes_a_device_that_was_lent_again_since_the_iteration_began(
 
     def begin() -> None:
         bench.waits.wait_until(lambda: loan.lease_id in served_plane.reasons)
-        GangFiles(RunDirectory(run_ref.uri), 0, 1, 0).take_seat(0, once=True)
+        GangFiles(RunDirectory(run_ref.uri), 0, 1, 0).begin_rank(0, once=True)
 
     rank = threading.Thread(target=begin)
     rank.start()
-    gang_of(states.queued(flow_client)).take_devices([("t0", "t0-0.1")])
+    gang_of(states.queued(flow_client)).revoke_first([("t0", "t0-0.1")])
     rank.join()
     assert served_plane.reasons == {loan.lease_id: "revoked"}
     assert "did not free its device" not in caplog.text

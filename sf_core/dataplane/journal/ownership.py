@@ -77,7 +77,7 @@ class Ownership:
         owner = self._owner
         facts = {"dataplane": owner.dataplane, "journal_dir": owner.journal_dir, "attempt": self._attempt}
         known = {name: value for name, value in facts.items() if value not in ("", None)}
-        self._lock.tell(**known)
+        self._lock.record(**known)
 
 
 def lock_file(journal: Path) -> Path:

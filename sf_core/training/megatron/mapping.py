@@ -20,7 +20,7 @@ class ParameterPart:
     """What a parameter of Megatron's has of a tensor."""
 
     name: str
-    place: Slice
+    slice_in_tensor: Slice
     of: Callable[[torch.Tensor], torch.Tensor]
     """View of the piece in a tensor of the parameter's shape, or one that can be reshaped to the place."""
     replicated: bool
@@ -77,8 +77,10 @@ class ParameterParts:
             return list(self._split_gated(prefix, size))
         if own in ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"):
             whole = (size[0], size[1] * self.parts)
-            place = Slice(whole, (0, self.rank * size[1]), size)
-            return [ParameterPart(prefix + NAMES[own], place, lambda tensor: tensor, replicated=False)]
+            slice_in_tensor = Slice(whole, (0, self.rank * size[1]), size)
+            return [
+                ParameterPart(prefix + NAMES[own], slice_in_tensor, lambda tensor: tensor, replicated=False)
+            ]
         return [_replicate(prefix + NAMES[own], size)]
 
     def _vocabulary(self, name: str, size: tuple[int, ...]) -> ParameterPart:
@@ -87,8 +89,8 @@ class ParameterParts:
         total = self.vocab_size
         own = vocabulary_rows(total, size[0], self.rank)
         num_rows = own.stop - own.start
-        place = Slice((total, size[1]), (own.start, 0), (num_rows, size[1]))
-        return ParameterPart(name, place, lambda tensor: tensor[:num_rows], replicated=False)
+        slice_in_tensor = Slice((total, size[1]), (own.start, 0), (num_rows, size[1]))
+        return ParameterPart(name, slice_in_tensor, lambda tensor: tensor[:num_rows], replicated=False)
 
     def _heads(self, prefix: str, kind: str, size: tuple[int, ...]) -> Iterator[ParameterPart]:
         queries = self.queries_per_group

@@ -111,8 +111,12 @@ class MegatronModel:
         )
         self._pieces = {p: pieces.of(name, tuple(p.shape)) for name, p in network.named_parameters()}
         self._ranges = dict(_ranges(self._optimizer))
-        stored = {name: place for name, place in self.places.items() if name != VALUE_HEAD}
-        new = {name: torch.zeros(place.size) for name, place in self.places.items() if name == VALUE_HEAD}
+        stored = {name: target for name, target in self.slices_by_name.items() if name != VALUE_HEAD}
+        new = {
+            name: torch.zeros(target.size)
+            for name, target in self.slices_by_name.items()
+            if name == VALUE_HEAD
+        }
         self._load(MASTER, _read_slices(model_dir, stored) | new)
 
     def forward_backward(
@@ -172,21 +176,21 @@ class MegatronModel:
         return are_finite(self._pieces)
 
     @property
-    def places(self) -> dict[str, Slice]:
-        return {piece.name: piece.place for pieces in self._pieces.values() for piece in pieces}
+    def slices_by_name(self) -> dict[str, Slice]:
+        return {piece.name: piece.slice_in_tensor for pieces in self._pieces.values() for piece in pieces}
 
     def slices(self, parts: Sequence[str]) -> Slices:
-        found = {}
+        owned = {}
         with exchange():
             for number, parameter in enumerate(self._list_stored_here()):
                 for part in parts:
                     whole = self._whole(part, parameter, number % self.num_shares)
                     if whole is not None:
                         for piece in self._pieces[parameter]:
-                            own = piece.of(whole).reshape(piece.place.size)
-                            found[f"{part}/{piece.name}"] = piece.place, own
+                            own = piece.of(whole).reshape(piece.slice_in_tensor.size)
+                            owned[f"{part}/{piece.name}"] = piece.slice_in_tensor, own
         # a small vocabulary may leave some ranks without a row
-        return {name: (place, own) for name, (place, own) in found.items() if 0 not in place.size}
+        return {name: (target, own) for name, (target, own) in owned.items() if 0 not in target.size}
 
     def _list_stored_here(self) -> list[torch.Tensor]:
         """Parameters of which no other tensor-parallel rank or stage stores the same."""
@@ -217,7 +221,7 @@ class MegatronModel:
             moments = {part: torch.empty_like(own.master) for part in (EXP_AVG, EXP_AVG_SQ)}
             self._state[own.master] = {"step": steps, **moments}
         for part in (MASTER, EXP_AVG, EXP_AVG_SQ):
-            self._load(part, {name: tensors[f"{part}/{name}"] for name in self.places})
+            self._load(part, {name: tensors[f"{part}/{name}"] for name in self.slices_by_name})
 
     @torch.no_grad()
     def _load(self, part: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -267,8 +271,10 @@ class MegatronModel:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        here: AbstractContextManager[None] = nullcontext() if self.device.type == "cuda" else cuda_means_cpu()
-        with exchange(), here:
+        as_if_on_cuda: AbstractContextManager[None] = (
+            nullcontext() if self.device.type == "cuda" else cuda_means_cpu()
+        )
+        with exchange(), as_if_on_cuda:
             yield
 
 
@@ -302,13 +308,13 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, _Ra
                 yield parameter, _Range(master, where["param"].start, where["param"].end)
 
 
-def _read_slices(model_dir: str, places: Mapping[str, Slice]) -> dict[str, torch.Tensor]:
+def _read_slices(model_dir: str, slices_by_name: Mapping[str, Slice]) -> dict[str, torch.Tensor]:
     """Slices of the tensors of a Hugging Face folder. Raises ValueError if it lacks one."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted(Path(model_dir).glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            for name in places.keys() & opened.keys():
-                found[name] = opened.get_slice(name)[places[name].box].float()
-    if missing := places.keys() - found.keys():
+            for name in slices_by_name.keys() & opened.keys():
+                tensors[name] = opened.get_slice(name)[slices_by_name[name].box].float()
+    if missing := slices_by_name.keys() - tensors.keys():
         raise ValueError(f"{model_dir}: its weights lack {min(missing)}")
-    return found
+    return tensors

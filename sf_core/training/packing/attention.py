@@ -73,16 +73,16 @@ class RowAttention:
         if microbatch.rule == "padded" or (fits and not by_products):
             self._kernel: Kernel = _attend_in_whole_rows if by_products else _attend
             self._parts = [_Part(grid, grid, None)]
-            self._places = microbatch.owners
+            self._output_rows = microbatch.owners
         else:
             self._kernel = _attend_by_products if by_products else _attend
-            self._parts, self._places = _plan(microbatch, _QUERIES if by_products else None)
+            self._parts, self._output_rows = _plan(microbatch, _QUERIES if by_products else None)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[N, heads * head_dim] for queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] of
         the N tokens."""
         mixed = [self._attend(part, q, k, v) for part in self._parts]
-        return rows(mixed[0] if len(mixed) == 1 else torch.cat(mixed), self._places).flatten(1)
+        return rows(mixed[0] if len(mixed) == 1 else torch.cat(mixed), self._output_rows).flatten(1)
 
     def _attend(self, part: _Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[B * Q, heads, head_dim]"""
@@ -116,22 +116,22 @@ def _plan(microbatch: Microbatch, block: int | None) -> tuple[list[_Part], torch
     queries. `block`: most tokens of a block; None: what a row has beside the rows before it is one block."""
     device = microbatch.grid.device
     grid = microbatch.grid.cpu().numpy()
-    places = np.zeros(len(microbatch.token_ids), np.int64)
+    output_rows = np.zeros(len(microbatch.token_ids), np.int64)
     parts = []
     num_queries = 0
     cut = _cut(microbatch, block)
     for blocks in [cut] if block else _group(cut, microbatch.bound):
-        longest = max(one.length for one in blocks)
-        width = max(one.end for one in blocks)
+        longest = max(part.length for part in blocks)
+        width = max(part.end for part in blocks)
         queries = np.zeros((len(blocks), longest), np.int64)
         depths = np.zeros((len(blocks), longest), np.int64)
-        for line, one in enumerate(blocks):
-            own = grid[one.row, one.start : one.end]
-            queries[line, : one.length] = own
-            depths[line, : one.length] = np.arange(one.start, one.end)
-            places[own] = num_queries + line * longest + np.arange(one.length)
+        for line, part in enumerate(blocks):
+            own = grid[part.row, part.start : part.end]
+            queries[line, : part.length] = own
+            depths[line, : part.length] = np.arange(part.start, part.end)
+            output_rows[own] = num_queries + line * longest + np.arange(part.length)
         num_queries += queries.size
-        keys = grid[[one.row for one in blocks], :width]
+        keys = grid[[part.row for part in blocks], :width]
         is_causal = block is None and blocks[0].start == 0
         seen = None if is_causal else torch.from_numpy(np.arange(width) <= depths[:, :, None])
         parts.append(
@@ -141,7 +141,7 @@ def _plan(microbatch: Microbatch, block: int | None) -> tuple[list[_Part], torch
                 None if seen is None else seen.to(device),
             )
         )
-    return parts, torch.from_numpy(places).to(device)
+    return parts, torch.from_numpy(output_rows).to(device)
 
 
 def _cut(microbatch: Microbatch, block: int | None) -> list[_Block]:
@@ -159,20 +159,20 @@ def _group(blocks: Sequence[_Block], most_keys: int) -> Iterator[list[_Block]]:
     """The blocks of each part. A part has at most so many keys, padding included, unless it is one block."""
     together: list[_Block] = []
     needed = longest = width = 0
-    for one in blocks:
-        longest = max(longest, one.length)
-        width = max(width, one.end)
-        needed += one.length * one.end
+    for block in blocks:
+        longest = max(longest, block.length)
+        width = max(width, block.end)
+        needed += block.length * block.end
         number = len(together) + 1
-        is_other = together and (together[0].start > 0) != (one.start > 0)
+        is_other = together and (together[0].start > 0) != (block.start > 0)
         is_padded = number * longest * width > _MOST_PADDING * needed
         if together and (is_other or is_padded or number * width > most_keys):
             yield together
             together = []
-            needed = one.length * one.end
-            longest = one.length
-            width = one.end
-        together.append(one)
+            needed = block.length * block.end
+            longest = block.length
+            width = block.end
+        together.append(block)
     yield together
 
 

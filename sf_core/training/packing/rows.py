@@ -81,8 +81,8 @@ def read_rows(batch: pa.Table) -> list[Row]:
         _split(batch, "weights", np.float32, 1.0),
     ]
     pictures = images_of(batch)
-    shown = dict.fromkeys(picture.sha256 for own in pictures for picture in own)
-    numbers = {sha256: number for number, sha256 in enumerate(shown)}
+    distinct = dict.fromkeys(picture.sha256 for own in pictures for picture in own)
+    numbers = {sha256: number for number, sha256 in enumerate(distinct)}
     per_token[0] = [
         name_pictures(ids, own, numbers) if own else ids
         for ids, own in zip(per_token[0], pictures, strict=True)
@@ -108,9 +108,9 @@ def sampled_by_one_of(rows: Iterable[Row], versions: Collection[int]) -> tuple[i
     did; -1 and none if there is no such version."""
     of_versions: dict[int, list[Row]] = {-1: []}
     for row in rows:
-        found = np.unique(row.policy_versions[row.loss_mask])
-        if found.size == 1 and int(found[0]) in versions:
-            of_versions.setdefault(int(found[0]), []).append(row)
+        sampled_by = np.unique(row.policy_versions[row.loss_mask])
+        if sampled_by.size == 1 and int(sampled_by[0]) in versions:
+            of_versions.setdefault(int(sampled_by[0]), []).append(row)
     newest = max(of_versions)
     return newest, of_versions[newest]
 

@@ -83,19 +83,23 @@ class TorchBackend:
     def trainer_at(self, run: TrainedRun, version: int, ranks: Ranks) -> Iterator[ModelTrainer]:
         """The resident trainer, or a rebuilt one, which stays if the block succeeds. All ranks of a new
         process group rebuild their trainers, since replaying a step takes all of them."""
-        place = (run.ref, ranks.group)
+        ranks_of_run = (run.ref, ranks.group)
         # a step that fails half-way leaves an unusable trainer
-        kept = self._resident
+        resident = self._resident
         self._resident = None
-        trainer = kept[2] if kept is not None and kept[:2] == place and kept[2].version == version else None
-        kept = None  # a device may have no room for two trainers
+        trainer = (
+            resident[2]
+            if resident is not None and resident[:2] == ranks_of_run and resident[2].version == version
+            else None
+        )
+        resident = None  # a device may have no room for two trainers
         if trainer is None:
             trainer = self.rebuild_trainer(run, version, ranks)
         else:
             trainer.wake()
         trainer.config = run.config.train  # replayed steps used the settings of their own attempts
         yield trainer
-        self._resident = (*place, trainer)
+        self._resident = (*ranks_of_run, trainer)
 
     def rest(self) -> None:
         if self._resident is not None:
@@ -116,10 +120,10 @@ class TorchBackend:
         config = run.config
         start = local_folder(run.directory.start_dir)
         where = device or local_device()
-        sees = read_sight(start) is not None
+        is_multimodal = read_sight(start) is not None
         media = run.directory.media_dir
         dtype = getattr(torch, config.policy.dtype_name)
-        tower = Tower(start, media, where, dtype) if sees else None
+        tower = Tower(start, media, where, dtype) if is_multimodal else None
         make_model = partial(self.make_model, config, device=where, tower=tower)
         adapter = None if config.train.lora is None else run.directory.start_adapter_dir
 
@@ -127,7 +131,7 @@ class TorchBackend:
             make_frozen = partial(self.make_frozen, config, ranks=ranks, device=where)
             if isinstance(name, str):
                 teacher, digest = _find_teacher(run, name, ranks)
-                its_tower = Tower(local_folder(teacher.source), media, where) if sees else None
+                its_tower = Tower(local_folder(teacher.source), media, where) if is_multimodal else None
                 with teacher.open() as (folder, its_adapter):
                     return make_frozen(folder, dtype="auto", adapter=its_adapter, tower=its_tower), digest
             if name:
@@ -174,34 +178,34 @@ def _find_teacher(run: TrainedRun, name: str, ranks: Ranks) -> tuple[TeacherFold
     another one, or if another one taught an earlier step of the run."""
     try:
         teacher = find_teacher(name)
-        found = teacher.digest()
+        digest = teacher.digest()
         fault = ""
     except ValueError as error:
-        found = ""
+        digest = ""
         fault = str(error)
-    of_ranks = ranks.gather((found, fault))
+    of_ranks = ranks.gather((digest, fault))
     if faults := [fault for _, fault in of_ranks if fault]:
         raise ValueError(faults[0])
-    if any(digest != found for digest, _ in of_ranks):
+    if any(of_rank != digest for of_rank, _ in of_ranks):
         raise ValueError(f"train.teacher.model: {name} is not the same model on every training worker")
     for iteration in count():
         manifest = run.directory.read_manifest(iteration, "train")
-        if manifest is None or (before := manifest.data.get("teacher")) == found:
+        if manifest is None or (before := manifest.data.get("teacher")) == digest:
             break
         if before is not None:
             raise ValueError(
                 f"train.teacher.model: {name} is not the model that taught iteration {iteration}: restore "
                 "the earlier setting or files to continue"
             )
-    return teacher, found
+    return teacher, digest
 
 
 def _refuse_missing(run: TrainedRun, version: int) -> None:
     if version not in run.directory.list_versions("weights"):
-        kept = ", ".join(map(str, RunView(run.directory).list_kept_versions()))
+        stored = ", ".join(map(str, RunView(run.directory).list_kept_versions()))
         raise ValueError(
             f"{run.directory.weights_dir(version)} no longer exists, but version {version} is the reference "
-            f"of train.loss.kl in this step; stored versions: {kept}"
+            f"of train.loss.kl in this step; stored versions: {stored}"
         )
 
 
@@ -219,5 +223,5 @@ def _digest_start(run: TrainedRun) -> str:
 
 def _complete_until(run: TrainedRun, version: int) -> list[int]:
     """Versions up to this one that have a complete checkpoint, newest first."""
-    versions = [found for found in run.directory.list_versions("checkpoints") if found <= version]
-    return [found for found in reversed(versions) if has_checkpoint(run.directory.checkpoint_dir(found))]
+    versions = [stored for stored in run.directory.list_versions("checkpoints") if stored <= version]
+    return [stored for stored in reversed(versions) if has_checkpoint(run.directory.checkpoint_dir(stored))]

@@ -29,20 +29,24 @@ class PolicyAndCritic:
         return all(model.is_finite() for model in self._models.values())
 
     @property
-    def places(self) -> dict[str, Slice]:
-        return {f"{key}{name}": p for key, model in self._models.items() for name, p in model.places.items()}
+    def slices_by_name(self) -> dict[str, Slice]:
+        return {
+            f"{key}{name}": p
+            for key, model in self._models.items()
+            for name, p in model.slices_by_name.items()
+        }
 
     def slices(self, parts: Sequence[str]) -> Slices:
-        found = {}
+        slices = {}
         for key, model in self._models.items():
-            for path, one in model.slices(parts).items():
+            for path, tensor in model.slices(parts).items():
                 part, _, name = path.partition("/")
-                found[f"{part}/{key}{name}"] = one
-        return found
+                slices[f"{part}/{key}{name}"] = tensor
+        return slices
 
     def load(self, tensors: Mapping[str, torch.Tensor], optimizer_steps: int) -> None:
         for key, model in self._models.items():
-            names = [(part, name) for part in PARTS for name in model.places]
+            names = [(part, name) for part in PARTS for name in model.slices_by_name]
             own = {f"{part}/{name}": tensors[f"{part}/{key}{name}"] for part, name in names}
             model.load(own, optimizer_steps)
 

@@ -27,14 +27,14 @@ class HeldTensors:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters.values()}
-        held = {key: _leaf(parameter, dtype) for key, parameter in self._parameters.items()}
-        self._held = list(held.values())
-        self.tensors = {name: held[id(parameter)] for name, parameter in parameters.items()}
+        copies = {key: _leaf(parameter, dtype) for key, parameter in self._parameters.items()}
+        self._held = list(copies.values())
+        self.tensors = {name: copies[id(parameter)] for name, parameter in parameters.items()}
 
     def give_gradients(self) -> None:
-        for parameter, held in zip(self._parameters.values(), self._held, strict=True):
-            if held.grad is not None:
-                parameter.grad = held.grad if parameter.grad is None else parameter.grad.add_(held.grad)
+        for parameter, copies in zip(self._parameters.values(), self._held, strict=True):
+            if copies.grad is not None:
+                parameter.grad = copies.grad if parameter.grad is None else parameter.grad.add_(copies.grad)
 
 
 class HeldLayer:
@@ -43,27 +43,27 @@ class HeldLayer:
     def __init__(self, parameters: Mapping[str, torch.Tensor], spec: DecoderSpec, dtype: torch.dtype) -> None:
         self._parameters = parameters
         self._spec = spec
-        self._held: list[torch.Tensor] = []
+        self._fused: list[torch.Tensor] = []
         with torch.no_grad():
             cast = {name: parameter.to(dtype) for name, parameter in parameters.items()}
-            self.layer = fuse_through(cast, spec, self._hold)
+            self.layer = fuse_through(cast, spec, self._record)
 
-    def _hold(self, fused: torch.Tensor) -> torch.Tensor:
-        self._held.append(_leaf(fused, fused.dtype))
-        return self._held[-1]
+    def _record(self, fused: torch.Tensor) -> torch.Tensor:
+        self._fused.append(_leaf(fused, fused.dtype))
+        return self._fused[-1]
 
     def give_gradients(self) -> None:
         """Fuse the parameters again, in their own dtype, for a backward pass from what was fused to them."""
         fused: list[torch.Tensor] = []
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
             fused.append(tensor)
             return tensor
 
-        if any(held.grad is not None for held in self._held):
-            fuse_through(self._parameters, self._spec, note)
-            torch.autograd.backward(fused, [held.grad for held in self._held])
-        self._held.clear()
+        if any(leaf.grad is not None for leaf in self._fused):
+            fuse_through(self._parameters, self._spec, collect)
+            torch.autograd.backward(fused, [leaf.grad for leaf in self._fused])
+        self._fused.clear()
 
 
 def _leaf(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

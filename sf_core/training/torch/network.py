@@ -71,11 +71,11 @@ class Network:
         if adapter is not None:
             self.model.requires_grad_(False)
             # read in any order, while that of parameters decides how sums round and what ranks exchange
-            known = read_adapter(adapter)
+            description = read_adapter(adapter)
             factors = dict(sorted(load_adapter(adapter).items()))
-            scale = known.scale
+            scale = description.scale
             if spec is None:
-                _inject(self.model, known, factors)
+                _inject(self.model, description, factors)
             else:
                 _place(self.model, factors)
         self.model.to(device)
@@ -247,11 +247,11 @@ class _LeanLayer(nn.Module):
         # as parameters they go with the model to another device, in place
         fused = nn.ParameterList()
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
+        def freeze(tensor: torch.Tensor) -> torch.Tensor:
             fused.append(nn.Parameter(tensor, requires_grad=False))
             return fused[-1]
 
-        self.frozen = fuse_through(dict(self.named_parameters()), self.spec, keep)
+        self.frozen = fuse_through(dict(self.named_parameters()), self.spec, freeze)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.register_parameter("weight", None)

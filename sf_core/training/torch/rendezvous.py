@@ -40,17 +40,19 @@ class Rendezvous:
         """While rank 0 is alive, the others can read in its store how the last step ended."""
 
     @contextmanager
-    def meet(self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[Ranks]:
+    def meet(
+        self, files: GangFiles, assignment: RankAssignment, host: str, timeout_s: float
+    ) -> Iterator[Ranks]:
         """The `meet` of a TrainerBackend."""
         kept = self._group
         self._group = None
-        if seat.is_alone:
+        if assignment.is_alone:
             if kept is not None:
                 _leave()
             yield SingleRank()
             return
         self._last = None
-        self._last = meeting = _Meeting(files, seat, host, timeout_s)
+        self._last = meeting = _Meeting(files, assignment, host, timeout_s)
         try:
             group = meeting.join(kept)
             yield group
@@ -74,9 +76,9 @@ class Rendezvous:
 class _Meeting:
     """One step's use of the store."""
 
-    def __init__(self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> None:
+    def __init__(self, files: GangFiles, assignment: RankAssignment, host: str, timeout_s: float) -> None:
         self._files = files
-        self._seat = seat
+        self._assignment = assignment
         self._host = host
         self._timeout_s = timeout_s
         self._store: dist.Store | None = None
@@ -84,11 +86,14 @@ class _Meeting:
     def join(self, resident: ProcessGroup | None) -> ProcessGroup:
         """The process group of this step: the resident one if all ranks still have it."""
         self._open_store()
-        kept = resident.group if resident and resident.workers == self._seat.workers else "none"
-        self._put(f"here/{self._seat.rank}", kept)
-        if self._seat.rank == 0:
-            self._await("here", self._seat.others, "has not begun")
-            same = all(self._get(f"here/{rank}") == kept for rank in self._seat.others) and kept != "none"
+        kept = resident.group if resident and resident.workers == self._assignment.workers else "none"
+        self._put(f"here/{self._assignment.rank}", kept)
+        if self._assignment.rank == 0:
+            self._await("here", self._assignment.other_ranks, "has not begun")
+            same = (
+                all(self._get(f"here/{rank}") == kept for rank in self._assignment.other_ranks)
+                and kept != "none"
+            )
             self._put("group/0", kept if same else secrets.token_hex(8))
         else:
             self._await("group", [0], "has not gathered the ranks")
@@ -97,11 +102,11 @@ class _Meeting:
             return resident
         _leave()
         self._make_group(group)
-        return ProcessGroup(group, self._seat.workers, self._timeout_s)
+        return ProcessGroup(group, self._assignment.workers, self._timeout_s)
 
     def end(self) -> None:
         """Tell the other ranks that rank 0 has committed; they wait for it."""
-        if self._seat.rank == 0:
+        if self._assignment.rank == 0:
             self._put("committed/0", "")
         else:
             self._await("committed", [0], "has not committed the step")
@@ -109,7 +114,7 @@ class _Meeting:
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks, unless it is the store that failed."""
         try:
-            self._put(_FAILED, f"{self._seat.rank} {type(error).__name__}: {error}")
+            self._put(_FAILED, f"{self._assignment.rank} {type(error).__name__}: {error}")
         except GangError:
             return
 
@@ -117,14 +122,14 @@ class _Meeting:
         """The error that names the ranks that are missing after an exchange failed."""
         self._timeout_s = ROLL_CALL_S
         try:
-            self._put(f"after/{self._seat.rank}", "")
-            self._await("after", self._seat.others, "does not answer since an exchange failed")
+            self._put(f"after/{self._assignment.rank}", "")
+            self._await("after", self._assignment.other_ranks, "does not answer since an exchange failed")
         except GangError as missing:
             return GangError(f"{missing} ({error})")
-        return GangError(f"{self._seat.label}: an exchange failed, but no rank is missing: {error}")
+        return GangError(f"{self._assignment.label}: an exchange failed, but no rank is missing: {error}")
 
     def _open_store(self) -> None:
-        if self._seat.rank == 0:
+        if self._assignment.rank == 0:
             # a socket of our own: the store by itself listens on every interface of the machine
             with socket.create_server((self._host, 0)) as server:
                 port = server.getsockname()[1]
@@ -132,7 +137,12 @@ class _Meeting:
             self._files.announce(self._host, port)
         else:
             address = wait_for(
-                self._files, self._seat, self._files.address, lambda: [0], "has not begun", self._timeout_s
+                self._files,
+                self._assignment,
+                self._files.address,
+                lambda: [0],
+                "has not begun",
+                self._timeout_s,
             )
             self._store = self._connect(*address)
 
@@ -149,9 +159,9 @@ class _Meeting:
 
     def _make_group(self, group: str) -> None:
         store = dist.PrefixStore(group, self._opened)
-        seat = self._seat
+        assignment = self._assignment
         try:
-            make_group(store, seat.rank, len(seat.workers), self._host, self._timeout_s)
+            make_group(store, assignment.rank, len(assignment.workers), self._host, self._timeout_s)
         except RuntimeError as error:
             raise ExchangeError(f"the process group cannot be made: {error}") from error
 
@@ -171,7 +181,7 @@ class _Meeting:
     @property
     def _opened(self) -> dist.Store:
         if self._store is None:
-            raise GangError(f"{self._seat.label}: no connection to rank 0")
+            raise GangError(f"{self._assignment.label}: no connection to rank 0")
         return self._store
 
     @contextmanager
@@ -180,7 +190,7 @@ class _Meeting:
         try:
             yield
         except dist.DistError as error:
-            raise self._seat.blame([0], f"is gone: {' '.join(str(error).split())[:200]}") from error
+            raise self._assignment.blame([0], f"is gone: {' '.join(str(error).split())[:200]}") from error
 
     def _await(self, key: str, ranks: list[int], what: str) -> None:
         """Wait until each of these ranks has put its key; raises GangError if a rank has failed. Asks the
@@ -192,10 +202,10 @@ class _Meeting:
         def look() -> bool | None:
             if self._has(_FAILED):
                 rank, _, why = self._get(_FAILED).partition(" ")
-                raise self._seat.blame([int(rank)], f"failed: {why}")
+                raise self._assignment.blame([int(rank)], f"failed: {why}")
             return self._has(*(f"{key}/{rank}" for rank in ranks)) or None
 
-        wait_for(self._files, self._seat, look, missing, what, self._timeout_s)
+        wait_for(self._files, self._assignment, look, missing, what, self._timeout_s)
 
 
 def _leave() -> None:

@@ -62,7 +62,7 @@ def divergence(
     `clipped` marks tokens that the loss keeps from going further."""
     ratio = replace(tokens, old=behaviour).ratio
     low, high = policy_loss.find_bounded(tokens)
-    found = {
+    metrics = {
         "ratio": ratio,
         "ratio_square": ratio.square(),
         "logprob_difference": (tokens.logprobs - behaviour).abs(),
@@ -72,8 +72,8 @@ def divergence(
         "clipped_high": high.float(),
     }
     if not reference.isnan().any():
-        found["kl_reference"] = Kl(coefficient=1.0)(tokens.logprobs, reference)
-    return found
+        metrics["kl_reference"] = Kl(coefficient=1.0)(tokens.logprobs, reference)
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)

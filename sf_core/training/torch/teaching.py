@@ -47,18 +47,18 @@ class FrozenModels:
         """`keeps`: whether they stay."""
         self._load = load
         self._keeps = keeps
-        self._held: dict[str, tuple[Name, HeldModel, str]] = {}
+        self._models: dict[str, tuple[Name, HeldModel, str]] = {}
 
-    def take(self, role: Literal["reference", "teacher"], name: Name, trained: TrainedModel) -> HeldModel:
+    def model_of(self, role: Literal["reference", "teacher"], name: Name, trained: TrainedModel) -> HeldModel:
         """The model that has this role in the step."""
-        found = next((held for held in self._held.values() if held[0] == name), None)
-        if found is None:
+        model_of_role = next((entry for entry in self._models.values() if entry[0] == name), None)
+        if model_of_role is None:
             # a device may have no room for the one before too
-            self._held.pop(role, None)
-            found = (name, *self._load(name, trained))
+            self._models.pop(role, None)
+            model_of_role = (name, *self._load(name, trained))
         if self._keeps:
-            self._held[role] = found
-        return found[1]
+            self._models[role] = model_of_role
+        return model_of_role[1]
 
     def load(self, name: Name, trained: TrainedModel) -> HeldModel:
         """The model of this name, which does not stay."""
@@ -66,14 +66,14 @@ class FrozenModels:
 
     def digest_of(self, name: Name) -> str:
         """The digest of a model that is held; empty if it has none."""
-        return next((digest for held, _, digest in self._held.values() if held == name), "")
+        return next((digest for loaded, _, digest in self._models.values() if loaded == name), "")
 
     def rest(self) -> None:
-        for _, model, _ in self._held.values():
+        for _, model, _ in self._models.values():
             model.rest()
 
     def wake(self) -> None:
-        for _, model, _ in self._held.values():
+        for _, model, _ in self._models.values():
             model.wake()
 
 
@@ -92,26 +92,26 @@ def scores_of(
     ValueError if it has not, or if the teacher's are not finite."""
     needs = config.needs | config.loss.needs
     teacher = config.teacher
-    found: dict[Score, Values] = {}
+    scores: dict[Score, Values] = {}
     if needs & {"start", "entropy"}:
-        found["start"], found["entropy"] = score_rows(rows, config, model, ranks)
+        scores["start"], scores["entropy"] = score_rows(rows, config, model, ranks)
     if "reference" in needs:
-        reference = frozen.take("reference", config.loss.reference_of(version), model)
-        found["reference"], _ = score_rows(rows, config, reference, ranks)
+        reference = frozen.model_of("reference", config.loss.reference_of(version), model)
+        scores["reference"], _ = score_rows(rows, config, reference, ranks)
     if "teacher" in needs and teacher is not None:
         if teacher.url is None:
-            held = frozen.take("teacher", teacher.model or 0, model)
-            found["teacher"], _ = score_rows(rows, config, held, ranks)
+            teacher_model = frozen.model_of("teacher", teacher.model or 0, model)
+            scores["teacher"], _ = score_rows(rows, config, teacher_model, ranks)
         elif "teacher_logprobs" in batch.column_names:
-            found["teacher"] = numpy_rows(select_training_rows(batch)["teacher_logprobs"])
+            scores["teacher"] = numpy_rows(select_training_rows(batch)["teacher_logprobs"])
         else:
             raise ValueError(f"the batch was stored without the log-probs of the teacher at {teacher.url}")
-    for row, values in zip(rows, found.get("teacher", ()), strict=False):
+    for row, values in zip(rows, scores.get("teacher", ()), strict=False):
         if not np.isfinite(values).all():
             raise teacher_fault(row)
     if "values" in needs and critic is not None:
-        found["values"], _ = score_rows(rows, config, critic, ranks)
-    return found
+        scores["values"], _ = score_rows(rows, config, critic, ranks)
+    return scores
 
 
 def teacher_fault(row: Row) -> ValueError:
@@ -128,7 +128,7 @@ def score_rows(
     """Log-probs and entropies of all rows."""
     own: dict[int, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = {}
 
-    def note(microbatch: Microbatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+    def collect(microbatch: Microbatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
         row_of_token = microbatch.row.cpu().numpy()
         trained_logprobs = logprobs.cpu().numpy()
         trained_entropies = entropies.cpu().numpy()
@@ -138,7 +138,7 @@ def score_rows(
         return logprobs.sum()
 
     microbatches = share(rows, model.share, model.num_shares, packing_of(config, model))
-    model.forward(microbatches, note)
+    model.forward(microbatches, collect)
     scores: dict[int, tuple[npt.ArrayLike, npt.ArrayLike]] = {}
     for scores_of_rank in ranks.gather(own if model.measures else {}):
         scores.update(scores_of_rank)
@@ -165,29 +165,33 @@ def prepare_rows(
     training rows of the batch, from which the step makes the version after this one."""
     loss = config.loss
     start = scores.get("start")
-    found = list(rows)
+    weighted_rows = list(rows)
     # an attempt with other settings may have left them to this step
     if config.needs or batch["advantages"].null_count:
         samples = replace(samples_of(select_training_rows(batch), version), scores=scores)
         samples = replace(samples, rewards=samples.rewards - _penalties(samples, loss))
         advantages, weights = weigh(samples, config.advantage, config.weights, config.teacher)
-        weighted = zip(found, advantages, weights, strict=True)
-        found = [replace(row, advantages=advantage, weights=weight) for row, advantage, weight in weighted]
+        weighted = zip(weighted_rows, advantages, weights, strict=True)
+        weighted_rows = [
+            replace(row, advantages=advantage, weights=weight) for row, advantage, weight in weighted
+        ]
         if isinstance(config.advantage, Gae):
-            predicted = zip(found, scores["values"], config.advantage.returns(samples), strict=True)
-            found = [replace(row, values=values, returns=returns) for row, values, returns in predicted]
+            predicted = zip(weighted_rows, scores["values"], config.advantage.returns(samples), strict=True)
+            weighted_rows = [
+                replace(row, values=values, returns=returns) for row, values, returns in predicted
+            ]
     if start is not None and loss.correction is not None:
-        for i, (row, start_logprobs) in enumerate(zip(found, start, strict=True)):
+        for i, (row, start_logprobs) in enumerate(zip(weighted_rows, start, strict=True)):
             factors = np.ones(row.token_ids.size, np.float32)
             mask = row.loss_mask
             factors[mask] = loss.correction(start_logprobs[mask], row.logprobs[mask])
-            found[i] = replace(row, correction=factors)
+            weighted_rows[i] = replace(row, correction=factors)
     if start is not None and loss.ratio_to == "step_start":
-        found = [replace(row, old=values) for row, values in zip(found, start, strict=True)]
+        weighted_rows = [replace(row, old=values) for row, values in zip(weighted_rows, start, strict=True)]
     if "reference" in scores:
-        pairs = zip(found, scores["reference"], strict=True)
-        found = [replace(row, reference=values) for row, values in pairs]
-    return found
+        pairs = zip(weighted_rows, scores["reference"], strict=True)
+        weighted_rows = [replace(row, reference=values) for row, values in pairs]
+    return weighted_rows
 
 
 def _penalties(samples: Samples, loss: LossConfig) -> npt.NDArray[np.float64]:

@@ -29,7 +29,7 @@ class _Held:
     """A network that the ranks of a step hold together."""
 
     measures = True
-    _held: torch.dtype | None = None
+    _dtype_of_copies: torch.dtype | None = None
     """Dtype in which weights are held ready for the passes of a call."""
 
     def __init__(self, network: Network, ranks: Ranks) -> None:
@@ -56,8 +56,8 @@ class _Held:
             return
         with exchange(), self._ready():
             for microbatch in microbatches:
-                here = microbatch.to(self.device)
-                loss(here, *self.network.scores(here))
+                on_device = microbatch.to(self.device)
+                loss(on_device, *self.network.scores(on_device))
         if isinstance(self._model, FSDPModule):
             # the outermost shard group stays whole after a forward pass, and would miss the next update
             self._model.reshard()
@@ -67,7 +67,7 @@ class _Held:
         return self.network.outputs(microbatch)
 
     def _ready(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._held is None else self.network.holding(self._held)
+        return nullcontext() if self._dtype_of_copies is None else self.network.holding(self._dtype_of_copies)
 
     def rest(self) -> None:
         self._move(torch.device("cpu"))
@@ -163,7 +163,7 @@ class TorchModel(_Held):
         if self._dtype == torch.bfloat16:
             spread(self.network.trained.values())
         is_held = self._place(ranks, self._dtype, is_frozen=adapter is not None)
-        self._held = self._dtype if is_held else None
+        self._dtype_of_copies = self._dtype if is_held else None
         self._parameters = self.network.trained
         # learning rate, betas and weight decay are set in every step
         self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
@@ -173,9 +173,9 @@ class TorchModel(_Held):
     ) -> None:
         with exchange(), self._ready():
             for microbatch in microbatches:
-                here = microbatch.to(self.device)
-                target = None if targets is None else targets(here)
-                loss(here, *self.network.scores(here, target)).backward()
+                on_device = microbatch.to(self.device)
+                target = None if targets is None else targets(on_device)
+                loss(on_device, *self.network.scores(on_device, target)).backward()
 
     def update(self, settings: AdamSettings) -> float:
         for parameter in self._parameters.values():
@@ -198,7 +198,7 @@ class TorchModel(_Held):
         return are_finite([_own(parameter) for parameter in self._parameters.values()])
 
     @property
-    def places(self) -> dict[str, Slice]:
+    def slices_by_name(self) -> dict[str, Slice]:
         return {
             name: Slice.rows(tuple(p.shape), self.share, self.num_shares)
             for name, p in self._parameters.items()
@@ -207,11 +207,13 @@ class TorchModel(_Held):
     def slices(self, parts: Sequence[str]) -> Slices:
         state = self._optimizer.state
         return {
-            f"{part}/{name}": (place, _own(parameter if part == MASTER else state[parameter][part]))
+            f"{part}/{name}": (part_of_tensor, _own(parameter if part == MASTER else state[parameter][part]))
             for part in parts
-            for (name, parameter), place in zip(self._parameters.items(), self.places.values(), strict=True)
+            for (name, parameter), part_of_tensor in zip(
+                self._parameters.items(), self.slices_by_name.values(), strict=True
+            )
             # some ranks have nothing of a small tensor
-            if 0 not in place.size
+            if 0 not in part_of_tensor.size
         }
 
     @torch.no_grad()
@@ -227,13 +229,13 @@ class TorchModel(_Held):
     def standing_in(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Have other whole weights, by the names of what is trained, for as long as the block runs."""
         own = {name: _own(parameter) for name, parameter in self._parameters.items()}
-        kept = {name: tensor.clone() for name, tensor in own.items()}
+        backups = {name: tensor.clone() for name, tensor in own.items()}
         try:
-            for name, place in self.places.items():
-                own[name].copy_(weights[name][place.box])
+            for name, part_of_tensor in self.slices_by_name.items():
+                own[name].copy_(weights[name][part_of_tensor.box])
             yield
         finally:
-            for name, tensor in kept.items():
+            for name, tensor in backups.items():
                 own[name].copy_(tensor)
 
     def _move(self, device: torch.device) -> None:

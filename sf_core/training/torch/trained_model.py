@@ -106,7 +106,7 @@ class TrainedModel(HeldModel, Protocol):
         ...
 
     @property
-    def places(self) -> Mapping[str, Slice]:
+    def slices_by_name(self) -> Mapping[str, Slice]:
         """What this rank wants of each parameter of a checkpoint, by name."""
         ...
 

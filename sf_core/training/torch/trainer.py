@@ -83,7 +83,7 @@ class ModelTrainer:
         self._ranks: Ranks = ranks or SingleRank()
         self.model = make_model(self._ranks)
         self._critic = None if make_critic is None else make_critic(self._ranks)
-        self.held = PolicyAndCritic(self.model, self._critic)
+        self.state = PolicyAndCritic(self.model, self._critic)
         self._publisher = Publisher(dtype, adapter)
         self._background = Background()
         self._base = base
@@ -108,7 +108,7 @@ class ModelTrainer:
         ]
         own = summaries({name: torch.cat(per_token[name]) for name in MEANS if per_token[name]})
         cpu_seconds = time.process_time() - cpu_started
-        of_ranks = self._ranks.gather((own, cpu_seconds, self.held.is_finite()))
+        of_ranks = self._ranks.gather((own, cpu_seconds, self.state.is_finite()))
         if not all(is_finite for _, _, is_finite in of_ranks):
             raise self._divergence("a weight")
         self.version += 1
@@ -150,7 +150,9 @@ class ModelTrainer:
 
     def _has_room(self) -> bool:
         """Whether this rank has memory for a second policy that is not trained."""
-        weights = sum(math.prod(place.shape) for place in self.model.places.values())
+        weights = sum(
+            math.prod(part_of_tensor.shape) for part_of_tensor in self.model.slices_by_name.values()
+        )
         return free_memory(self.model.device) > _ROOM * weights * self._dtype.itemsize
 
     def _prepare_batch(self, batch: pa.Table) -> tuple[list[Row], PolicyLoss, dict[str, float]]:
@@ -176,16 +178,16 @@ class ModelTrainer:
         """One optimiser step on these rows; appends the metrics of every token, returns the gradient norm."""
         config = self.config
         weighted, total = teaching.weigh_rows(rows, config.loss)
-        noted = per_token if self.model.measures else defaultdict(list)
-        loss = partial(self._loss, total, policy_loss, noted)
+        metrics_per_token = per_token if self.model.measures else defaultdict(list)
+        loss = partial(self._loss, total, policy_loss, metrics_per_token)
         targets = self._find_targets()
         teaches_all = config.loss.teaches_all or targets is not None
         teaches = [teaches_all or bool(row.advantages.any()) for row in weighted]
         taught = [row for row, does in zip(weighted, teaches, strict=True) if does]
         self.model.forward_backward(self._share(taught), loss, targets)
         # the others need no backward pass: a third of the work
-        others = [row for row, does in zip(weighted, teaches, strict=True) if not does]
-        self.model.forward(self._share(others), loss)
+        not_taught = [row for row, does in zip(weighted, teaches, strict=True) if not does]
+        self.model.forward(self._share(not_taught), loss)
         self._optimizer_steps += 1
         adam = AdamSettings(self._learning_rate, config.betas, config.weight_decay, config.max_grad_norm)
         if self.device == "cpu":
@@ -193,7 +195,7 @@ class ModelTrainer:
             self.await_checkpoint()
         grad_norm = self.model.update(adam)
         if not np.isfinite(grad_norm):
-            self._check_teacher(rows, noted)
+            self._check_teacher(rows, metrics_per_token)
             raise self._divergence("the gradient")
         if self._critic is not None and config.critic is not None:
             adam = replace(adam, learning_rate=config.critic.learning_rate)
@@ -208,7 +210,7 @@ class ModelTrainer:
         settings = self.config.teacher
         if settings is None or not settings.is_loss:
             return None
-        teacher = cast(TeacherModel, self._frozen.take("teacher", settings.model or 0, self.model))
+        teacher = cast(TeacherModel, self._frozen.model_of("teacher", settings.model or 0, self.model))
         return lambda microbatch: Target(*teacher.predict(microbatch), settings.divergence)
 
     def _check_teacher(self, rows: list[Row], per_token: PerToken) -> None:
@@ -226,9 +228,9 @@ class ModelTrainer:
         """That of the last optimiser step."""
         return self.config.rate * min(1.0, self._optimizer_steps / (self.config.warmup_steps + 1))
 
-    def _divergence(self, what: str) -> ValueError:
+    def _divergence(self, subject: str) -> ValueError:
         return ValueError(
-            f"training diverged on the way to version {self.version + 1}: {what} is not finite; continue "
+            f"training diverged on the way to version {self.version + 1}: {subject} is not finite; continue "
             f"from version {self.version} with a lower train.learning_rate, now {self.config.rate:g}"
         )
 
@@ -284,12 +286,12 @@ class ModelTrainer:
 
     def rest(self) -> None:
         """Give the device's memory back, between steps."""
-        self.held.rest()
+        self.state.rest()
         self._frozen.rest()
 
     def wake(self) -> None:
         """Be as before `rest`."""
-        self.held.wake()
+        self.state.wake()
         self._frozen.wake()
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -311,7 +313,7 @@ class ModelTrainer:
     def _whole(self) -> dict[str, torch.Tensor]:
         """What transformers would save, on rank 0. May share memory with the model."""
         masters = self.model.slices([MASTER]).items()
-        slices = {name.removeprefix(f"{MASTER}/"): one for name, one in masters}
+        slices = {name.removeprefix(f"{MASTER}/"): master for name, master in masters}
         weights = self._ranks.collect(slices, self._dtype)
         return {} if self._ranks.rank else self.model.as_stored(weights)
 
@@ -322,10 +324,10 @@ class ModelTrainer:
         self.await_checkpoint()
         rank = self._ranks.rank
         size = self._ranks.size
-        # what ranks of an earlier try may still be writing must not come after what these write
+        # what ranks of an earlier attempt may still be writing must not come after what these write
         self._ranks.gather(None)
-        held = self.held.slices(PARTS).items()
-        slices = {name: (place, tensor.to("cpu")) for name, (place, tensor) in held}
+        parts = self.state.slices(PARTS).items()
+        slices = {name: (part_of_tensor, tensor.to("cpu")) for name, (part_of_tensor, tensor) in parts}
         progress = TrainerProgress(
             version=self.version, optimizer_steps=self._optimizer_steps, base=self._base
         )
@@ -340,15 +342,15 @@ class ModelTrainer:
         """Go on from a checkpoint, which every rank reads. Raises ValueError on all of them, and changes
         nothing, if one of them finds none that is complete."""
         try:
-            tensors, progress = load_checkpoint(folder, self.held.places)
+            tensors, progress = load_checkpoint(folder, self.state.slices_by_name)
             of_another = progress.base != self._base
             fault = (
                 f"{folder}: belongs to an adapter of other weights than the weights at the start of the run"
             ) * of_another
         except ValueError as error:
             fault = str(error)
-        if faults := [found for found in self._ranks.gather(fault) if found]:
+        if faults := [found_fault for found_fault in self._ranks.gather(fault) if found_fault]:
             raise ValueError(faults[0])
-        self.held.load(tensors, progress.optimizer_steps)
+        self.state.load(tensors, progress.optimizer_steps)
         self.version = progress.version
         self._optimizer_steps = progress.optimizer_steps

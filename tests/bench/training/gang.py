@@ -44,7 +44,7 @@ class Try:
 
     run: str
     workers: tuple[str, ...]
-    epoch: int = 0
+    step_attempt: int = 0
     iteration: int = 0
     timeout_s: float = 30.0
     host: str = "127.0.0.1"
@@ -52,10 +52,10 @@ class Try:
 
     @property
     def files(self) -> GangFiles:
-        return GangFiles(RunDirectory(self.run), self.iteration, attempt=1, epoch=self.epoch)
+        return GangFiles(RunDirectory(self.run), self.iteration, attempt=1, step_attempt=self.step_attempt)
 
-    def seat(self, rank: int) -> RankAssignment:
-        return RankAssignment(self.workers, rank, self.epoch)
+    def assignment(self, rank: int) -> RankAssignment:
+        return RankAssignment(self.workers, rank, self.step_attempt)
 
 
 Work = Callable[[Ranks], Any]
@@ -107,7 +107,9 @@ def _serve(orders: Any, reports: Any) -> None:
     while True:
         one, rank, work = orders.get()
         try:
-            with join_gang(rendezvous.meet, one.files, one.seat(rank), one.host, one.timeout_s) as ranks:
+            with join_gang(
+                rendezvous.meet, one.files, one.assignment(rank), one.host, one.timeout_s
+            ) as ranks:
                 result = work(ranks)
         except Exception as error:
             result = f"{type(error).__name__}: {error}"

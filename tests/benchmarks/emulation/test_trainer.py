@@ -51,7 +51,7 @@ def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
 
 
 def one_try(run: RunDirectory) -> GangFiles:
-    return GangFiles(run, 0, attempt=1, epoch=0)
+    return GangFiles(run, 0, attempt=1, step_attempt=0)
 
 
 def test_what_does_not_train_takes_no_time_and_is_not_counted() -> None:
@@ -73,6 +73,6 @@ def test_no_step_is_over_before_the_slowest_rank_has_computed(empty_run: RunDire
 
 
 def test_a_rank_that_does_not_finish_is_named_after_the_bound(empty_run: RunDirectory) -> None:
-    assert one_try(empty_run).take_seat(1, once=True)
+    assert one_try(empty_run).begin_rank(1, once=True)
     with pytest.raises(GangError, match=r"rank 1 \(h20\) has not computed its share within 0.1 s"):
         step(empty_run, 0, timeout_s=0.1)

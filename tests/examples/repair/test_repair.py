@@ -134,5 +134,5 @@ def test_the_configuration_fits_the_task(tmp_path: Path) -> None:
         shown = encode(shipped, environment.demonstrate(index))
         assert len(shown.token_ids) < config.engine.context // 2
         assert tokenizer.unk_token_id not in shown.token_ids
-        sampled = "".join(map(str, shown.said.astype(int))).split("0")
+        sampled = "".join(map(str, shown.is_answer.astype(int))).split("0")
         assert max(map(len, sampled)) < config.rollout.turn_tokens

@@ -18,7 +18,7 @@ def test_a_sweep_that_another_command_runs_is_refused(tmp_path: Path) -> None:
     folder = SweepFolder(str(tmp_path), "first")
     opened = OpenSweep(folder, folder.put(expand(["quickstart"], [], 2, "first")))
     with FileLock(Path(folder.uri, "command.lock")) as lock:
-        lock.tell()
+        lock.record()
         with pytest.raises(SweepError) as refused:
             launch_sweep(opened, None, Console())
     told = str(refused.value)

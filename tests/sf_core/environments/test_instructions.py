@@ -85,7 +85,7 @@ def test_tasks_are_functions_of_their_index_and_can_be_told_and_scored(index: in
     assert task == environment.tasks(split, index)
     drawn = task.metadata["constraints"]
     assert 1 <= len(drawn) <= 3
-    assert all(KINDS[name].tell(its) in task.prompt for name, its in drawn.items())
+    assert all(KINDS[name].describe(its) in task.prompt for name, its in drawn.items())
     scores = environment.reward(task, {"text": task.prompt, "is_whole": True})
     assert scores.keys() == drawn.keys() and 0 <= sum(scores.values()) <= 1
 

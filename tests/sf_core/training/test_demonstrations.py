@@ -170,7 +170,7 @@ def test_what_is_shown_has_the_ids_of_the_whole_text(tokenizer: str) -> None:
         )
     ]
     shown = encode(made, Demonstration(messages))
-    said = made.decode_with_special(shown.token_ids[shown.said].tolist())
+    said = made.decode_with_special(shown.token_ids[shown.is_answer].tolist())
     assert said == "a fox<|im_end|>quick<|im_end|>"
     whole = made.encode(made.render(messages, [])).tolist()
     assert shown.token_ids.tolist() == whole[: len(shown.token_ids)]
@@ -186,13 +186,13 @@ def seeing_renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 def test_what_is_shown_has_a_placeholder_for_each_token_of_a_picture(seeing_renderer: Renderer) -> None:
     demonstration = ScreenOfButtons().demonstrate(0)
     shown = encode(seeing_renderer, demonstration)
-    assert shown.token_ids.size == shown.said.size
+    assert shown.token_ids.size == shown.is_answer.size
     first, second = shown.pictures
     assert (first.length, first.height, first.width) == (16, 112, 112)
     sight = seeing_renderer.sight
     places = np.flatnonzero(shown.token_ids == sight.token_id)
     assert places.tolist() == [*range(first.start, first.start + 16), *range(second.start, second.start + 16)]
-    assert not shown.said[places].any()
+    assert not shown.is_answer[places].any()
     assert {sha256: hashlib.sha256(png).hexdigest() for sha256, png in shown.files.items()} == {
         span.sha256: span.sha256 for span in shown.pictures
     }
@@ -200,7 +200,7 @@ def test_what_is_shown_has_a_placeholder_for_each_token_of_a_picture(seeing_rend
     said = "".join(
         f"<tool_call>click {call['function']['arguments']['at']}</tool_call><|im_end|>" for call in calls
     )
-    assert seeing_renderer.decode_with_special(shown.token_ids[shown.said].tolist()) == said
+    assert seeing_renderer.decode_with_special(shown.token_ids[shown.is_answer].tolist()) == said
     # what is kept names pictures
     kept = json.dumps(shown.demonstration.messages)
     assert "base64" not in kept and all(span.sha256 in kept for span in shown.pictures)

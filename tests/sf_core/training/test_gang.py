@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sf_core.config import RunConfig
 from sf_core.scheduling.plan import Worker
 from sf_core.training.gang import (
-    MAX_TRIES,
+    MAX_ATTEMPTS,
     GangError,
     GangPlan,
     RankAssignment,
@@ -31,14 +31,14 @@ from tests.bench.runs import commit
 def test_a_try_that_is_over_replaces_no_file(tmp_path: Path, end: str) -> None:
     run = RunDirectory(str(tmp_path / "run"))
     assert run.begin_attempt() == 1
-    one_try = GangFiles(run, 4, attempt=1, epoch=0)
+    gang_files = GangFiles(run, 4, attempt=1, step_attempt=0)
     uri = run.path("weights", "v00005", "model.safetensors")
-    with files.fence(partial(check_counts, one_try)), pytest.raises(SupersededError, match="iteration 4"):
+    with files.fence(partial(check_counts, gang_files)), pytest.raises(SupersededError, match="iteration 4"):
         files.write_atomic(uri, b"by this try")
         with files.writer(uri) as file:
             file.write(b"late")
             if end == "the flow ended it":
-                one_try.end()
+                gang_files.end()
             elif end == "a later attempt began":
                 run.begin_attempt()
             else:
@@ -60,7 +60,7 @@ def gang(*, here: tuple[str, ...] = GANG, trainers: tuple[str, ...] = GANG, **tr
     settings = {"workers": 2, "gang_timeout_s": 10, **train}
     config = RunConfig.model_validate({"train": settings, "cluster": {"yield_timeout_s": 5}})
     plan = GangPlan(trainers, config, here)
-    plan.begin_try()
+    plan.begin_attempt()
     return plan
 
 
@@ -70,8 +70,8 @@ def trainers(*names: str) -> list[Worker]:
 
 def test_each_try_has_a_rank_per_worker_and_an_epoch() -> None:
     plan = gang()
-    assert plan.begin_try() == [RankAssignment(GANG, 0, 1), RankAssignment(GANG, 1, 1)]
-    assert gang(trainers=()).begin_try() == []
+    assert plan.begin_attempt() == [RankAssignment(GANG, 0, 1), RankAssignment(GANG, 1, 1)]
+    assert gang(trainers=()).begin_attempt() == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_of_the_trainers_that_are_there_as_many_begin_as_hold_whole_policies() -
 def test_a_rank_whose_device_was_lent_is_late_while_the_process_that_held_it_is_there() -> None:
     plan = gang()
     addresses = {"t0": "tcp://0", "t1": "tcp://1"}
-    assert plan.take_devices([("t1", "t1-0.1"), ("r0", "r0-1.1")], addresses) == {("t1", "t1-0.1")}
+    assert plan.revoke_first([("t1", "t1-0.1"), ("r0", "r0-1.1")], addresses) == {("t1", "t1-0.1")}
     assert plan.yield_s == 5
     assert plan.late(set(), addresses) == ["t1"]
     assert plan.late({"t1"}, addresses) == []
@@ -109,64 +109,64 @@ def test_a_rank_whose_device_was_lent_is_late_while_the_process_that_held_it_is_
 
 def test_leases_that_came_after_those_that_were_lent_are_revoked_once() -> None:
     plan = gang()
-    plan.take_devices([("t1", "t1-0.1")], {})
-    assert plan.to_revoke([("t1", "t1-0.1"), ("t1", "t1-2.1")]) == {("t1", "t1-2.1")}
-    assert plan.to_revoke([("t1", "t1-2.1")]) == set()
+    plan.revoke_first([("t1", "t1-0.1")], {})
+    assert plan.revoke_next([("t1", "t1-0.1"), ("t1", "t1-2.1")]) == {("t1", "t1-2.1")}
+    assert plan.revoke_next([("t1", "t1-2.1")]) == set()
 
 
 def test_a_later_try_takes_all_devices_and_knows_no_loans() -> None:
     plan = gang()
     addresses = {"t0": "tcp://0", "t1": "tcp://1"}
-    plan.begin_try()
-    assert plan.take_devices([("t1", "t1-0.1")], addresses) == set()
+    plan.begin_attempt()
+    assert plan.revoke_first([("t1", "t1-0.1")], addresses) == set()
     assert plan.yield_s == 15
     assert plan.late({"t1"}, addresses) == ["t0"]
-    assert plan.to_revoke([("t0", "t0-2.1")]) == {("t0", "t0-2.1")}
+    assert plan.revoke_next([("t0", "t0-2.1")]) == {("t0", "t0-2.1")}
 
 
 def test_once_rank_0_has_ended_the_others_have_a_while_to_end() -> None:
     plan = gang()
-    looks = [plan.look(now, HERE, {"t0": DONE} if now else {}) for now in (0, 100, 110, 110.1)]
+    looks = [plan.observe(now, HERE, {"t0": DONE} if now else {}) for now in (0, 100, 110, 110.1)]
     assert [(look.fence, look.give_up) for look in looks] == [(False, False)] * 3 + [(False, True)]
 
 
 def test_when_a_rank_has_failed_the_others_are_told_at_once_and_have_a_while_to_end() -> None:
     plan = gang()
-    looks = [plan.look(now, HERE, {"t1": BROKEN}) for now in (0, 10, 10.1)]
+    looks = [plan.observe(now, HERE, {"t1": BROKEN}) for now in (0, 10, 10.1)]
     assert [(look.fence, look.give_up) for look in looks] == [(True, False), (False, False), (False, True)]
 
 
 def test_a_worker_that_comes_back_in_time_is_not_given_up() -> None:
     plan = gang()
-    looks = [plan.look(now, here, {}) for now, here in ((0, T0), (10, HERE), (20, T0), (20.1, T0))]
+    looks = [plan.observe(now, here, {}) for now, here in ((0, T0), (10, HERE), (20, T0), (20.1, T0))]
     assert [look.away for look in looks] == [["t1"], [], ["t1"], ["t1"]]
     assert [look.fence for look in looks] == [False, False, False, True]
 
 
 def test_ranks_that_are_all_away_for_too_long_are_awaited_no_longer() -> None:
     plan = gang()
-    assert not plan.look(0, {}, {}).give_up
-    look = plan.look(10.1, {}, {})
+    assert not plan.observe(0, {}, {}).give_up
+    look = plan.observe(10.1, {}, {})
     assert (look.fence, look.give_up) == (True, True)
 
 
 def test_a_worker_that_was_restarted_is_named_until_its_rank_has_ended() -> None:
     plan = gang()
-    plan.begin_try()
-    plan.take_devices([], HERE)
-    assert plan.look(0, HERE, {}).restarted == []
-    assert plan.look(1, T0, {}).restarted == []
+    plan.begin_attempt()
+    plan.revoke_first([], HERE)
+    assert plan.observe(0, HERE, {}).restarted == []
+    assert plan.observe(1, T0, {}).restarted == []
     again = HERE | {"t1": "tcp://2"}
-    assert plan.look(2, again, {}).restarted == ["t1"]
-    assert plan.look(3, again, {"t1": DONE}).restarted == []
+    assert plan.observe(2, again, {}).restarted == ["t1"]
+    assert plan.observe(3, again, {"t1": DONE}).restarted == []
 
 
 def test_the_next_try_begins_with_patience() -> None:
     plan = gang()
-    plan.look(0, {}, {})
-    plan.look(20, {}, {})
-    plan.begin_try()
-    assert not plan.look(21, {}, {}).give_up
+    plan.observe(0, {}, {})
+    plan.observe(20, {}, {})
+    plan.begin_attempt()
+    assert not plan.observe(21, {}, {}).give_up
 
 
 def test_ranks_that_lost_each_other_try_again_on_the_same_workers() -> None:
@@ -207,8 +207,8 @@ def test_ranks_that_have_all_failed_by_themselves_do_not_try_again() -> None:
 @given(
     st.lists(
         st.dictionaries(st.sampled_from(GANG), st.sampled_from([DONE, BROKEN, ALONE, REPLACED])),
-        min_size=MAX_TRIES,
-        max_size=MAX_TRIES,
+        min_size=MAX_ATTEMPTS,
+        max_size=MAX_ATTEMPTS,
     )
 )
 def test_tries_end_and_only_unfinished_ranks_are_killed(tries: list[dict[str, RankEnd]]) -> None:
@@ -219,9 +219,9 @@ def test_tries_end_and_only_unfinished_ranks_are_killed(tries: list[dict[str, Ra
         assert {*failure.unfinished} == {*plan.workers} - ended.keys()
         if failure.is_final:
             break
-        assert number < MAX_TRIES - 1
+        assert number < MAX_ATTEMPTS - 1
         plan.choose_again(trainers("t0", "t1"))
-        seats = plan.begin_try()
-        assert [seat.epoch for seat in seats] == [number + 1] * len(plan.workers)
-        assert {seat.workers[seat.rank] for seat in seats} == {*plan.workers}
+        assignments = plan.begin_attempt()
+        assert [assignment.step_attempt for assignment in assignments] == [number + 1] * len(plan.workers)
+        assert {assignment.workers[assignment.rank] for assignment in assignments} == {*plan.workers}
     assert failure.is_final

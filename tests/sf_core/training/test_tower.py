@@ -127,7 +127,7 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
     )
     network.scores(microbatch)
     # the others are forgotten
-    assert len(tower._kept) == 1
+    assert len(tower._cache) == 1
 
 
 def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: str) -> None:

@@ -26,11 +26,11 @@ def policy_renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return open_renderer(folder)
 
 
-def said(renderer: Renderer, index: int) -> list[str]:
+def is_answer(renderer: Renderer, index: int) -> list[str]:
     shown = encode(renderer, ENVIRONMENT.demonstrate(index))
     text = "".join(
         TOKENIZER.decode([token]) if trained else "\0"
-        for token, trained in zip(shown.token_ids.tolist(), shown.said.tolist(), strict=True)
+        for token, trained in zip(shown.token_ids.tolist(), shown.is_answer.tolist(), strict=True)
     )
     return [turn for turn in text.split("\0") if turn]
 
@@ -39,8 +39,8 @@ def test_what_the_assistant_says_is_trained_and_nothing_else(policy_renderer: Re
     word = ENVIRONMENT.demonstrate(0)
     sum_ = ENVIRONMENT.demonstrate(1)
     expression = sum_.messages[1]["tool_calls"][0]["function"]["arguments"]["expression"]
-    assert said(policy_renderer, 0) == [word.messages[1]["content"] + "<|im_end|>"]
-    assert said(policy_renderer, 1) == [
+    assert is_answer(policy_renderer, 0) == [word.messages[1]["content"] + "<|im_end|>"]
+    assert is_answer(policy_renderer, 1) == [
         f"<tool_call>calc {expression}</tool_call><|im_end|>",
         sum_.messages[3]["content"] + "<|im_end|>",
     ]

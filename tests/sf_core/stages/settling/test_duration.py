@@ -55,7 +55,7 @@ def test_the_sentence_names_what_was_assumed() -> None:
 
 def test_products_of_this_machine_are_measured_where_a_run_computes_on_its_cpus() -> None:
     config = RunConfig()
-    told = Estimate(config, PolicySizes.of(config)).tell()
+    told = Estimate(config, PolicySizes.of(config)).describe()
     assert told is not None and "for 40 iterations, estimated from matrix products" in told
 
 
@@ -69,4 +69,4 @@ def test_products_of_this_machine_are_measured_where_a_run_computes_on_its_cpus(
 )
 def test_nothing_is_said_of_a_run_that_computes_elsewhere(sections: dict[str, Any]) -> None:
     config = RunConfig.model_validate(sections)
-    assert Estimate(config, PolicySizes.of(config)).tell() is None
+    assert Estimate(config, PolicySizes.of(config)).describe() is None

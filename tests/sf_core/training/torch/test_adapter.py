@@ -295,5 +295,5 @@ def test_a_checkpoint_that_is_being_stored_has_the_policy_and_not_its_reference(
     trainer.save_checkpoint(checkpoint)
     monkeypatch.setattr(trainer, "await_checkpoint", wait_in_the_step)
     trainer.step(BATCHES[1])
-    found, _ = load_checkpoint(checkpoint, trainer.model.places)
+    found, _ = load_checkpoint(checkpoint, trainer.model.slices_by_name)
     assert all(torch.equal(found[name], tensor) for name, tensor in masters.items())

@@ -102,21 +102,21 @@ def count_loads(*, keeps: bool = True) -> tuple[FrozenModels, list[Name]]:
 def test_each_is_loaded_when_it_is_needed_and_stays_until_another_takes_its_place() -> None:
     models, loaded = count_loads()
     trained: Any = None
-    first = models.take("reference", 0, trained)
-    assert models.take("reference", 0, trained) is first and loaded == [0]
+    first = models.model_of("reference", 0, trained)
+    assert models.model_of("reference", 0, trained) is first and loaded == [0]
     # the teacher may be the reference
-    assert models.take("teacher", 0, trained) is first and loaded == [0]
-    second = models.take("reference", 2, trained)
-    assert second is not first and models.take("teacher", 0, trained) is first and loaded == [0, 2]
-    models.take("teacher", "folder", trained)
+    assert models.model_of("teacher", 0, trained) is first and loaded == [0]
+    second = models.model_of("reference", 2, trained)
+    assert second is not first and models.model_of("teacher", 0, trained) is first and loaded == [0, 2]
+    models.model_of("teacher", "folder", trained)
     assert models.digest_of("folder") == "digest of folder" and models.digest_of(0) == ""
-    assert models.take("reference", 2, trained) is second and loaded == [0, 2, "folder"]
+    assert models.model_of("reference", 2, trained) is second and loaded == [0, 2, "folder"]
 
 
 def test_what_is_held_rests_and_wakes() -> None:
     models, _ = count_loads()
     trained: Any = None
-    held: Any = [models.take("reference", 0, trained), models.take("teacher", "folder", trained)]
+    held: Any = [models.model_of("reference", 0, trained), models.model_of("teacher", "folder", trained)]
     models.rest()
     models.wake()
     models.rest()
@@ -127,7 +127,7 @@ def test_a_backend_that_keeps_none_loads_each_again() -> None:
     models, loaded = count_loads(keeps=False)
     trained: Any = None
     for _ in range(2):
-        models.take("reference", 0, trained)
+        models.model_of("reference", 0, trained)
     assert loaded == [0, 0]
 
 

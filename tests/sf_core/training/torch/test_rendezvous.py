@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_bound(
     one = training.gang.Try(str(tmp_path), names(gang), timeout_s=3.0)
     gang[0].sit(one, add_ranks)
     # its time is over first, and rank 1 comes within it
-    wait_until(lambda: one.files.is_taken(0), "rank 0", every_s=0.01)
+    wait_until(lambda: one.files.has_begun(0), "rank 0", every_s=0.01)
     gang[1].sit(one, add_ranks)
     assert gang[0].report() == "GangError: rank 0 (t0): rank 2 (t2) has not begun within 3 s"
     assert "GangError: rank 1 (t1): rank 0 (t0)" in gang[1].report()
@@ -174,7 +174,7 @@ def test_the_others_end_when_a_rank_dies_and_meet_again_in_the_next_try(
     gang[killed].signal(signal.SIGKILL)
     for member in left:
         assert f"rank {killed} (t{killed})" in member.report(60.0)
-    again = run_all(left, training.gang.Try(str(tmp_path), names(left), epoch=1), add_ranks)
+    again = run_all(left, training.gang.Try(str(tmp_path), names(left), step_attempt=1), add_ranks)
     assert again == [(again[0][0], 3.0)] * 2
 
 

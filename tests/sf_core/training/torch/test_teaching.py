@@ -324,7 +324,7 @@ def checkpointed(folder: str, checkpoint: str, save: int | None, ranks: Ranks) -
         if trainer.version == save:
             trainer.save_checkpoint(checkpoint)
             trainer.await_checkpoint()
-    slices = trainer.held.slices(["master", EXP_AVG])
+    slices = trainer.state.slices(["master", EXP_AVG])
     return {name: tensor.numpy() for name, tensor in ranks.collect(slices, torch.float32).items()}
 
 
