@@ -145,12 +145,12 @@ def check_vocabulary(policy: Tokenizer, rows: int, folder: str, setting: str) ->
     taught = read_tokenizer(folder, setting).get_vocab()
     for token, number in sorted(own.items(), key=lambda item: item[1]):
         if taught.get(token) != number:
-            teachers_token = next(
+            of_teacher = next(
                 (repr(other) for other, token_id in taught.items() if token_id == number), "no token"
             )
             raise ValueError(
                 f"{setting}: the vocabulary of {folder} differs from the policy's: id {number} is {token!r} "
-                f"for the policy and {teachers_token} for the teacher; choose a teacher of the policy's family"
+                f"for the policy and {of_teacher} for the teacher; choose a teacher of the policy's family"
             )
     if (vocab_size := count_rows(folder)) is not None and vocab_size < rows:
         raise ValueError(
