@@ -32,11 +32,11 @@ def fit_reason(reason: str) -> str:
     return reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
 
 
-class Frame(msgspec.Struct, array_like=True, tag=str.lower):
-    pass
+class Frame(msgspec.Struct, array_like=True):
+    """A message, whose kind names its tag on the wire."""
 
 
-class Hello(Frame):
+class Hello(Frame, tag="hello"):
     """First frame of an engine."""
 
     run_id: str
@@ -49,37 +49,37 @@ class Hello(Frame):
     max_running: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Updated(Frame):
+class Updated(Frame, tag="updated"):
     """The engine holds the weights of this version."""
 
     version: int
 
 
-class Refused(Frame):
+class Refused(Frame, tag="refused"):
     """The engine could not take this version, and serves on with the one it has."""
 
     version: int
     reason: str
 
 
-class EnginePaused(Frame):
+class EnginePaused(Frame, tag="enginepaused"):
     pass
 
 
-class Chunks(Frame):
+class Chunks(Frame, tag="chunks"):
     chunks: list[Chunk]
 
 
-class Yielded(Frame):
+class Yielded(Frame, tag="yielded"):
     pass
 
 
-class Welcome(Frame):
+class Welcome(Frame, tag="welcome"):
     weights: WeightsRef
     paused: bool
 
 
-class Submit(Frame):
+class Submit(Frame, tag="submit"):
     requests: list[tuple[GenerationRequest, bytes]]
     """Each without its prompt, and the int32 ids of that in the machine's byte order (little-endian wherever
     engines run)."""
@@ -96,21 +96,21 @@ class Submit(Frame):
         ]
 
 
-class Abort(Frame):
+class Abort(Frame, tag="abort"):
     request_ids: list[str] | None = None
     """None: all."""
 
 
-class Update(Frame):
+class Update(Frame, tag="update"):
     weights: WeightsRef
 
 
-class Pause(Frame):
+class Pause(Frame, tag="pause"):
     paused: bool
     """False: sample again."""
 
 
-class Yield(Frame):
+class Yield(Frame, tag="yield"):
     """Give the device back."""
 
     reason: str

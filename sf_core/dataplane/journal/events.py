@@ -15,8 +15,11 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from storage.json_files import first_fault
 
 
-class Event(msgspec.Struct, array_like=True, tag=str.lower):
-    """Something that happened to a run, with all that its effect needs."""
+class Event(msgspec.Struct, array_like=True):
+    """Something that happened to a run, with all that its effect needs.
+
+    Each kind names the tag that journals hold, so that a class may be renamed.
+    """
 
 
 def reader(kind: Any) -> Callable[[bytes], Any]:

@@ -22,17 +22,17 @@ from sf_core.types import WeightsRef
 from storage.tables.judgements import Judgement
 
 
-class Registered(Event):
+class Registered(Event, tag="registered"):
     """A flow registered the run; the first event of every journal."""
 
     spec: RunSpec
 
 
-class Published(Event):
+class Published(Event, tag="published"):
     weights: WeightsRef
 
 
-class EvaluationStarted(Event):
+class EvaluationStarted(Event, tag="evaluationstarted"):
     version: int
     num_tasks: int
 
@@ -51,7 +51,7 @@ class OpenedSession(msgspec.Struct, array_like=True):
     by_operator: bool = False
 
 
-class Opened(Event):
+class Opened(Event, tag="opened"):
     """Sessions were given to a runner, or opened for external agents."""
 
     facts: list[OpenedSession]
@@ -60,7 +60,7 @@ class Opened(Event):
         return [Session(**msgspec.structs.asdict(opened)) for opened in self.facts]
 
 
-class Rewarded(Event):
+class Rewarded(Event, tag="rewarded"):
     """A reward was reported for a session that stays open."""
 
     session_id: str
@@ -69,7 +69,7 @@ class Rewarded(Event):
     steps: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-class Named(Event):
+class Named(Event, tag="named"):
     """The agent of a session has begun, on this task."""
 
     session_id: str
@@ -77,7 +77,7 @@ class Named(Event):
     environment: str
 
 
-class Answered(Event):
+class Answered(Event, tag="answered"):
     """The agent of a session is done, and its answer is to be scored."""
 
     session_id: str
@@ -85,7 +85,7 @@ class Answered(Event):
     output: str | None = None
 
 
-class Unjudged(Event):
+class Unjudged(Event, tag="unjudged"):
     """An answer, or all answers of its group, could not be judged and is to be scored again."""
 
     session_id: str
@@ -93,7 +93,7 @@ class Unjudged(Event):
     judgements: list[Judgement]
 
 
-class Closed(Event):
+class Closed(Event, tag="closed"):
     """An external session ended without a result."""
 
     session_id: str
@@ -101,30 +101,30 @@ class Closed(Event):
     """Digest of the report that ended it, as in Failed; empty if none did."""
 
 
-class Finished(Event):
+class Finished(Event, tag="finished"):
     result: FinishedSession
 
 
-class Judged(Finished):
+class Judged(Finished, tag="judged"):
     """A session finished for whose reward judges were asked."""
 
     result: JudgedSession
 
 
-class Failed(Event):
+class Failed(Event, tag="failed"):
     claim: Claim
     reason: Reason
     error: str = ""
     report: str = ""
 
 
-class Lost(Event):
+class Lost(Event, tag="lost"):
     """The session's runner is gone; its place is open again."""
 
     claim: Claim
 
 
-class Admitted(Event):
+class Admitted(Event, tag="admitted"):
     """A group of a run that chooses was begun, with this task; told before its first session."""
 
     group: int
@@ -132,37 +132,37 @@ class Admitted(Event):
     version: int
 
 
-class Rejected(Event):
+class Rejected(Event, tag="rejected"):
     group: int
     reason: str
 
 
-class Sealed(Event):
+class Sealed(Event, tag="sealed"):
     index: int
     batch: Batch
     answer: dict[str, Any]
 
 
-class Stored(Event):
+class Stored(Event, tag="stored"):
     """The rows of finished external sessions are in the run directory."""
 
     session_ids: list[str]
 
 
-class Revoked(Event):
+class Revoked(Event, tag="revoked"):
     lease_id: str
 
 
-class Paused(Event):
+class Paused(Event, tag="paused"):
     engine_id: str | None
     """None: the run."""
 
 
-class Resumed(Event):
+class Resumed(Event, tag="resumed"):
     engine_id: str | None
 
 
-class Released(Event):
+class Released(Event, tag="released"):
     pass
 
 

@@ -106,7 +106,7 @@ class OfTurn(Event):
         return self.key.session_id
 
 
-class Begun(OfTurn):
+class Begun(OfTurn, tag="begun"):
     """A turn was begun."""
 
     nth: int
@@ -117,7 +117,7 @@ class Begun(OfTurn):
     """Prompts opened since the session's last such event: later ones may begin with the tokens of any."""
 
 
-class Sampled(OfTurn):
+class Sampled(OfTurn, tag="sampled"):
     """Tokens of a turn were sampled, by these engines so far."""
 
     tokens: SampledTokens
@@ -158,11 +158,11 @@ _TURN_FACTS = TurnEnded.__struct_fields__[3:]
 """Fields of a turn that its end has as they are."""
 
 
-class Delivered(OfTurn):
+class Delivered(OfTurn, tag="delivered"):
     """All of a turn's answer was sent to the agent."""
 
 
-class Overflowed(Event):
+class Overflowed(Event, tag="overflowed"):
     """A request of the session did not fit into the context window."""
 
     session_id: str

@@ -13,7 +13,7 @@ from sf_core.dataplane.journal.events import Event, encode, reader
 from sf_core.types import Ids
 
 
-class Arrays(Event):
+class Arrays(Event, tag="arrays"):
     ids: Ids
     logprobs: npt.NDArray[np.float32]
     trained: npt.NDArray[np.bool_]

@@ -80,7 +80,7 @@ async def test_a_corrupt_record_ends_the_replay(tmp_path: Path) -> None:
 
 
 async def test_a_journal_that_another_version_wrote_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
-    class Weather(Event):
+    class Weather(Event, tag="weather"):
         degrees: int
 
     path = tmp_path / "a.journal"
