@@ -1,5 +1,5 @@
-"""What a run leaves in its directory, and what commands print of it as JSON: paths, keys and columns that every
-run has. Numbers in names are written as N.
+"""What a run leaves in its directory, and what commands print of it as JSON: the paths, keys and columns of
+every run. Numbers in names are written as N.
 """
 
 from __future__ import annotations
@@ -24,16 +24,8 @@ BY_NAME = re.compile(
 )
 """Begins keys that are names of workers, tasks, settings or causes."""
 BY_CHANCE = re.compile(r"last_error$|: (?:lag_N|not_lent_\w+|to_\w+_s)$")
-FOLDERS = (
-    "manifests",
-    "metrics",
-    "batches",
-    "checkpoints",
-    "policy",
-    "evaluations",
-    "trajectories",
-    "tensorboard",
-)
+FOLDERS = ("manifests", "metrics", "batches", "checkpoints", "policy", "evaluations", "trajectories")
+FILES = ("config.json", "flow.json", "summary.json", "summary.png", "timeline.json", "timeline.png")
 
 
 def describe(config: RunConfig, file: Path, env: Mapping[str, str]) -> list[str]:
