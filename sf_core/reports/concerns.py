@@ -13,8 +13,8 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
-from sf_core.reports.series import RunSeries
-from sf_core.reports.view import Iteration, RunView, failures_of, runners_of
+from sf_core.reports.iterations import Iteration, failures_of, runners_of
+from sf_core.reports.view import RunView
 
 CUT_SHARE = 0.5
 """Smallest share of answers cut at their longest length that is told."""
@@ -49,9 +49,9 @@ def concerns_of(view: RunView, number: int, config: RunConfig) -> dict[str, str]
     return dict(_concerns(view, number, config))
 
 
-def sum_run_concerns(series: RunSeries) -> list[str]:
+def sum_run_concerns(view: RunView) -> list[str]:
     """See `sum_concerns`, of all iterations that are through."""
-    return sum_concerns([concerns_of(series.view, i.number, series.config) for i in series.through])
+    return sum_concerns([concerns_of(view, i.number, view.config) for i in view.through])
 
 
 def sum_concerns(by_iteration: Collection[Mapping[str, str]]) -> list[str]:

@@ -17,11 +17,11 @@ from sf_core.reports.concerns import concerns_of, sum_concerns
 from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer, compare_ends
 from sf_core.reports.evaluations.judgements import sum_judges
 from sf_core.reports.export.tensorboard import write_events
+from sf_core.reports.iterations import Iteration, failures_of, kinds_text
 from sf_core.reports.pictures import draw_curve
-from sf_core.reports.series import RunSeries, read_devices, record_devices
 from sf_core.reports.tables import cut_short, device_cells, make_printable
-from sf_core.reports.timeline import draw_newest
-from sf_core.reports.view import Iteration, RunView, failures_of, kinds_text
+from sf_core.reports.timeline import draw_newest, record_devices
+from sf_core.reports.view import RunView
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 
@@ -50,10 +50,10 @@ class RunPage:
         write_events(self._run, newest)
         oldest = max(0, newest + 1 - NUM_ROWS)
         # device figures and the evaluation of an iteration come while the next one runs
-        series = RunSeries(view, max(oldest, max(self._rows, default=oldest) - 1), newest)
-        self._held_out |= series.held_out
-        for iteration in series.iterations:
-            self._rows[iteration.number] = self._row(series, iteration)
+        due = view.between(max(oldest, max(self._rows, default=oldest) - 1), newest)
+        self._held_out |= due.held_out
+        for iteration in due.iterations:
+            self._rows[iteration.number] = self._row(due, iteration)
             self._concerns[iteration.number] = concerns_of(view, iteration.number, self._config)
         for shown in (self._rows, self._held_out, self._concerns):
             for number in [number for number in shown if number < oldest]:
@@ -74,10 +74,10 @@ class RunPage:
         newest = max(self._rows, default=-1)
         known = ((number, row["reward"]) for number, row in self._rows.items())
         rewards = {number: float(reward) for number, reward in known if reward is not None}
-        devices = read_devices(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
+        view = RunView(self._run)
+        devices = view.read_devices(range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
         names, rows = device_cells(devices)
         due = self._config.train.iterations
-        view = RunView(self._run)
         parts = [
             f"# Run {show_text(self._run.run_id)}",
             *filter(None, [show_text(view.describe_adapter())]),
@@ -137,11 +137,11 @@ class RunPage:
         }
         return _table(["what", "where"], [[what, f"[{uri}]({_url(uri)})"] for what, uri in named.items()])
 
-    def _row(self, series: RunSeries, iteration: Iteration) -> Row:
+    def _row(self, view: RunView, iteration: Iteration) -> Row:
         number = iteration.number
         rollout = iteration.stages["rollout"]
         filtered = iteration.stages["filter"]
-        devices = series.devices.get(number)
+        devices = view.devices.get(number)
         row: Row = {"iteration": number, "reward": _round(iteration.reward, 4)}
         if self._config.rollout.chooses:
             row["groups right/mixed/wrong"] = kinds_text(iteration.kinds)

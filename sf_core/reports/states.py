@@ -16,7 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
-from sf_core.reports.view import NewestFigures, RunView, open_run
+from sf_core.reports.view import NewestFigures, RunView
 from sf_core.surroundings import command_started_at
 from storage import files
 from storage.errors import StorageError
@@ -59,7 +59,7 @@ def find_runs(root: str) -> list[RunDirectory]:
     runs = [run for run in map(RunDirectory, files.list_folders(itself.uri)) if run.exists()]
     if not runs and not files.exists(itself.uri):
         # names the runs in the folder above
-        open_run(root)
+        RunView.open(root)
     if not runs:
         raise ValueError(
             f"{root}: no runs here (no folders with a config.json); name a run or its storage.root"

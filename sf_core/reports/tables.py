@@ -1,6 +1,6 @@
 """A run directory in the terminal: its iterations as a table, one session turn by turn. Behind `sf inspect`.
 
-Owns the layout, whose marks survive a pipe. The figures are from sf_core/reports/series.py.
+Owns the layout, whose marks survive a pipe. The figures are from sf_core/reports/view.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from sf_core.printable import show
 from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
-from sf_core.reports.series import DeviceRow, RunSeries, record_devices
-from sf_core.reports.timeline import write_timelines
-from sf_core.reports.view import Decode, kinds_text, open_decoder, open_run
+from sf_core.reports.iterations import kinds_text
+from sf_core.reports.sessions import Decode, open_decoder
+from sf_core.reports.timeline import record_devices, write_timelines
+from sf_core.reports.view import DeviceRow, RunView
 from storage.json_files import load_json
 from storage.media import media_file
 from storage.run_directory import STAGES, RunDirectory
@@ -72,69 +73,69 @@ CARRIED = "green underline"
 
 def inspect_run(uri: str) -> RenderableType:
     """A table of iterations. Raises ValueError with one sentence if there is no run or a file is broken."""
-    series = RunSeries(open_run(uri))
-    groups = {i.number: kinds_text(i.kinds) for i in series.iterations}
+    view = RunView.open(uri)
+    groups = {i.number: kinds_text(i.kinds) for i in view.iterations}
     chooses = any(groups.values())
-    table = make_table(f"run {series.run.run_id}")
+    table = make_table(f"run {view.run.run_id}")
     if chooses:
         table.padding = (0, 1, 0, 0)
     for name in (*HEADINGS, *(["right/mixed\n/wrong"] if chooses else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("stages", no_wrap=True)
-    if 0 in series.held_out:
-        table.add_row("start", "", f"{series.held_out[0]:.3f}")
-    for iteration in series.iterations:
+    if 0 in view.held_out:
+        table.add_row("start", "", f"{view.held_out[0]:.3f}")
+    for iteration in view.iterations:
         kinds = [groups[iteration.number]] if chooses else []
         stages = " ".join(stage[0].upper() if stage in iteration.stages else "." for stage in STAGES)
-        table.add_row(*_figures(series, iteration.number), *kinds, stages)
-    failed = {"failed sessions": series.failures, "failed held-out sessions": series.held_out_failures}
+        table.add_row(*_figures(view, iteration.number), *kinds, stages)
+    failed = {"failed sessions": view.failures, "failed held-out sessions": view.held_out_failures}
     footer = [f"{what}: {failures_text(failures)}" for what, failures in failed.items() if failures]
-    footer += sum_judges(series.iterations)
-    if adapter := series.view.describe_adapter():
+    footer += sum_judges(view.iterations)
+    if adapter := view.describe_adapter():
         footer.append(adapter)
     footer += [
-        *sum_run_concerns(series),
+        *sum_run_concerns(view),
         "tokens sampled: by all engines in that time; trained: of the batch's sessions",
         f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}",
     ]
     if chooses:
         footer.append(f"their tasks: sf inspect {uri} --tasks")
-    if series.iterations and (last := series.rollouts.get(series.iterations[-1].number)) is not None:
+    if view.iterations and (last := view.rollouts.get(view.iterations[-1].number)) is not None:
         footer.append(f"one session: sf inspect {uri} --session {last.example}")
-    return Group(table, _devices(series), Text("\n" + "\n".join(footer), style="dim"))
+    return Group(table, _devices(view), Text("\n" + "\n".join(footer), style="dim"))
 
 
 def run_data(uri: str) -> dict[str, Any]:
     """The figures of `inspect_run` for programs. Raises ValueError like it."""
-    series = RunSeries(open_run(uri))
+    view = RunView.open(uri)
     rows = [
         {"iteration": iteration.number, "stages": list(iteration.stages)}
-        | (asdict(series.rollouts[iteration.number]) if iteration.number in series.rollouts else {})
+        | (asdict(view.rollouts[iteration.number]) if iteration.number in view.rollouts else {})
         # what of it trains is tokens_sampled
-        | {"tokens_of_engines": series.count_sampled(iteration.number)}
+        | {"tokens_of_engines": view.count_sampled(iteration.number)}
         | {"groups": iteration.kinds}
-        for iteration in series.iterations
+        for iteration in view.iterations
     ]
     # JSON has no numbers as keys
-    measured = [{"version": version, "reward": reward} for version, reward in series.held_out.items()]
-    return {"run": series.run.run_id, "iterations": rows, "held_out": measured}
+    measured = [{"version": version, "reward": reward} for version, reward in view.held_out.items()]
+    return {"run": view.run.run_id, "iterations": rows, "held_out": measured}
 
 
 def inspect_timeline(uri: str) -> RenderableType:
     """A table of what the devices did in each iteration, after timeline.json and timeline.png have been
     written. Raises ValueError with one sentence if there is no run."""
-    series = RunSeries(open_run(uri))
-    run = series.run
-    record_devices(series.view, len(series.iterations) - 1)
-    write_timelines(series.view)
+    view = RunView.open(uri)
+    run = view.run
+    record_devices(view, len(view.iterations) - 1)
+    write_timelines(view)
     drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
-    return Group(_devices(series), Text(drawn, style="dim"))
+    return Group(_devices(view), Text(drawn, style="dim"))
 
 
 def inspect_session(uri: str, session_id: str) -> RenderableType:
     """The branches of a session, turn by turn, sampled tokens marked. Raises ValueError with one sentence if
     there is no such run or session."""
-    view = open_run(uri)
+    view = RunView.open(uri)
     sampling, found = view.find_session(session_id)
     sees = any(row.images for row in found)
     fate = sampling.fate
@@ -207,11 +208,11 @@ def _lags(row: DeviceRow) -> str:
     return " ".join(f"{number:,.0f}" for name, number in row.items() if name.startswith("lag_"))
 
 
-def _devices(series: RunSeries) -> RenderableType:
+def _devices(view: RunView) -> RenderableType:
     """Table of the device figures recorded so far."""
-    if not series.devices:
+    if not view.devices:
         return Text()
-    names, rows = device_cells(series.devices)
+    names, rows = device_cells(view.devices)
     table = make_table("\nwhat the devices did")
     table.padding = (0, 1, 0, 0)
     for name in names:
@@ -221,12 +222,12 @@ def _devices(series: RunSeries) -> RenderableType:
     return table
 
 
-def _figures(series: RunSeries, number: int) -> list[str]:
+def _figures(view: RunView, number: int) -> list[str]:
     """The cells of an iteration, in the order of the headings."""
-    sampled = series.count_sampled(number)
-    figures = series.rollouts.get(number)
+    sampled = view.count_sampled(number)
+    figures = view.rollouts.get(number)
     # an iteration makes the next version
-    held_out = f"{series.held_out[number + 1]:.3f}" if number + 1 in series.held_out else ""
+    held_out = f"{view.held_out[number + 1]:.3f}" if number + 1 in view.held_out else ""
     of_engines = "" if sampled is None else shorten_number(sampled)
     if figures is None:
         return [str(number), "", held_out, "", "", of_engines, "", "", ""]

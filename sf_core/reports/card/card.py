@@ -18,7 +18,6 @@ from sf_core.reports.card.base import Base, find_base, write_head
 from sf_core.reports.card.public import public_settings
 from sf_core.reports.evaluations.comparison import Comparison, Interval, compare_versions
 from sf_core.reports.pictures import draw_curve
-from sf_core.reports.series import RunSeries
 from sf_core.reports.view import RunView
 from sf_core.surroundings import ROOT
 from storage.files import join, read_if_there, write_atomic
@@ -40,13 +39,13 @@ def write_card(view: RunView, config: RunConfig) -> bool:
     is_edited = found is not None and not is_ours(found.decode(errors="replace"))
     if is_edited and found != read_if_there(join(run.start_dir, CARD)):
         return False
-    series = RunSeries(view, last=config.train.iterations - 1)
-    rewards = {iteration.number: iteration.reward for iteration in series.through}
-    write_atomic(join(run.policy_dir, PICTURE), draw_curve(rewards, series.held_out))
+    view = view.between(0, config.train.iterations - 1)
+    rewards = {iteration.number: iteration.reward for iteration in view.through}
+    write_atomic(join(run.policy_dir, PICTURE), draw_curve(rewards, view.held_out))
     comparison = compare_versions(view, 0, config.train.iterations)
     sees = read_sight(run.start_dir) is not None
     text = render_card(
-        run.run_id, config, find_base(config, run.start_dir), series.held_out, comparison, sees=sees
+        run.run_id, config, find_base(config, run.start_dir), view.held_out, comparison, sees=sees
     )
     write_atomic(uri, sign(text).encode())
     return True

@@ -15,8 +15,8 @@ from pydantic_core import to_jsonable_python
 
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import find_differences
-from sf_core.reports.series import RunSeries
-from sf_core.reports.view import Iteration, RunView
+from sf_core.reports.iterations import Iteration
+from sf_core.reports.view import RunView
 from storage.tables.trajectories import first_rows
 
 TRAINING = ("loss", "entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
@@ -28,23 +28,22 @@ MOST_CHARACTERS = 80
 
 def run_figures(view: RunView, name: str) -> dict[str, Any]:
     """Curves and results of one run. Raises ValueError if a committed file is broken."""
-    series = RunSeries(view)
-    through = series.through
+    through = view.through
     seconds = accumulate(iteration.seconds for iteration in through)
     tokens = accumulate(iteration.sampled_tokens for iteration in through)
     return {
         "name": name,
-        "due": series.config.train.iterations,
+        "due": view.config.train.iterations,
         # where each iteration ends on the axes of the page
         "reached": [
             {"iterations": iteration.number + 1, "seconds": second, "tokens": token}
             for iteration, second, token in zip(through, seconds, tokens, strict=True)
         ],
         "rows": [_row(iteration) for iteration in through],
-        "held_out": sorted(series.held_out.items()),
-        "best": _measured(series, max(series.held_out, key=series.held_out.__getitem__, default=None)),
-        "last": _measured(series, max(series.held_out, default=None)),
-        "failed": sum(series.failures.values()),
+        "held_out": sorted(view.held_out.items()),
+        "best": _measured(view, max(view.held_out, key=view.held_out.__getitem__, default=None)),
+        "last": _measured(view, max(view.held_out, default=None)),
+        "failed": sum(view.failures.values()),
     }
 
 
@@ -56,20 +55,20 @@ def _row(iteration: Iteration) -> dict[str, float | None]:
     }
 
 
-def _measured(series: RunSeries, version: int | None) -> dict[str, float | None] | None:
+def _measured(view: RunView, version: int | None) -> dict[str, float | None] | None:
     """Held-out reward of a version, with its standard error over tasks if the sessions are still stored."""
     if version is None:
         return None
     error = None
     with suppress(ValueError):
-        error = _standard_error(series, version)
-    return {"version": version, "reward": series.held_out[version], "error": error}
+        error = _standard_error(view, version)
+    return {"version": version, "reward": view.held_out[version], "error": error}
 
 
-def _standard_error(series: RunSeries, version: int) -> float | None:
+def _standard_error(view: RunView, version: int) -> float | None:
     """Standard error of the mean held-out reward over tasks. The reward of a task is the mean reward of its
     sessions. Raises ValueError if a file is missing."""
-    view = series.view
+    view = view
     found = view.find_session_set(version, "evaluate")
     manifest = view.manifest(version, "evaluate")
     assert found is not None and manifest is not None
@@ -79,7 +78,7 @@ def _standard_error(series: RunSeries, version: int) -> float | None:
     tasks = judged.group_by("task_id").aggregate([("reward", "mean")])
     # of a task without an answer no session is stored
     num_failed = manifest.data.get("num_tasks", 0) - len(sessions["task_id"].unique())
-    failed = [series.config.rollout.failed_reward] * num_failed
+    failed = [view.config.rollout.failed_reward] * num_failed
     means = np.append(tasks["reward_mean"].to_numpy(), failed)
     if len(means) < 2:
         return None

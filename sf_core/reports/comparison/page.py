@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sf_core.config import RunConfig
 from sf_core.reports.comparison.figures import common_length, differing_settings, run_figures
 from sf_core.reports.html.assembly import assemble
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView
 from storage.files import write_atomic
 
 SCRIPTS = ("dom.js", "theme.js", "charts.js", "tables.js", "comparison.js")
@@ -21,7 +21,7 @@ def write_comparison_page(uris: Sequence[str], target: str | None) -> str:
     sentence with the run, if a run is named twice or cannot be read."""
     runs = []
     configs = []
-    views = [open_run(uri) for uri in uris]
+    views = [RunView.open(uri) for uri in uris]
     places = [view.run.uri for view in views]
     if twice := [uri for uri, number in Counter(places).items() if number > 1]:
         raise ValueError(f"{twice[0]} is named twice: name different runs to compare")

@@ -11,7 +11,7 @@ import orjson
 
 from sf_core.config import RunConfig
 from sf_core.reports.evaluations.answers import SHOWN, Answers, GivenAnswer, answers_of, choose_examples
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.view import RunView
 from storage import files
 from storage.run_directory import RunDirectory
 
@@ -140,7 +140,7 @@ class _Side:
 
 
 def _open(uri: str) -> _Side:
-    view = open_run(uri)
+    view = RunView.open(uri)
     if not (found := answers_of(view, 0)):
         raise ValueError(f"{view.run.uri}: the evaluation is not done, or no session gave an answer")
     return _Side(version_of(uri), view.run.read_config(RunConfig), found)

@@ -9,7 +9,9 @@ from typing import Any
 import pyarrow.compute as pc
 
 from sf_core.config.failures import failures_text
-from sf_core.reports.view import Iteration, RunView, SessionSet
+from sf_core.reports.iterations import Iteration
+from sf_core.reports.sessions import SessionSet
+from sf_core.reports.view import RunView
 from storage.tables.judgements import Judgement, read_judgements
 
 _SUMS = ("calls", "tokens", "cached", "unread")

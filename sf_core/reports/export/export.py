@@ -17,7 +17,7 @@ from sf_core.reports.export.conversations import Format, Row, read_conversations
 from sf_core.reports.export.sharegpt import ShareGpt
 from sf_core.reports.export.trl import Trl
 from sf_core.reports.export.verl import Verl
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.view import RunView
 from storage import files
 from storage.run_directory import RunDirectory
 
@@ -45,7 +45,7 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
         raise ValueError(f"{out}: the name of a file for {format_name} must end in {make.ending}")
     run = RunDirectory(run_uri)
     # a folder of `sf serve --record` has opened sessions, and no run
-    view = RunView(run) if opened and run.list_partitions("opened") else open_run(run_uri)
+    view = RunView(run) if opened and run.list_partitions("opened") else RunView.open(run_uri)
     if files.exists(out):
         raise ValueError(f"{out} already exists; choose another name or remove it")
     parts = view.parts("opened at version" if opened else "trains iteration")

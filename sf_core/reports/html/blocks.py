@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from sf_core.reports.html.session_list import SessionFacts, choose_telling, list_sessions
-from sf_core.reports.view import SessionSet
+from sf_core.reports.sessions import SessionSet
 from storage.media import read_picture
 from storage.tables.schema import NOT_SAMPLED, SEEING_SCHEMA, Trajectory
 from storage.tables.trajectories import to_rows

@@ -15,8 +15,7 @@ from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.html.assembly import assemble
 from sf_core.reports.html.blocks import Embedded, embed_sessions
 from sf_core.reports.html.figures import run_figures
-from sf_core.reports.series import RunSeries
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.view import RunView
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
@@ -35,7 +34,7 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
     """
     if not 0 < max_mb < math.inf:
         raise ValueError(f"the size limit of the page must be more than 0 MB, got {max_mb:g} MB")
-    view = open_run(uri)
+    view = RunView.open(uri)
     target = target or view.run.path("report.html")
     page = render(view, int(max_mb * 1e6))
     write_atomic(target, page)
@@ -71,14 +70,13 @@ def _drop_last_block(embedded: Embedded) -> None:
 
 def _collect_texts(view: RunView) -> dict[str, object]:
     """What the page says in words: why little was learned, and the settings of the run as YAML."""
-    series = RunSeries(view)
-    counted = {"failed sessions": series.failures, "failed held-out sessions": series.held_out_failures}
+    counted = {"failed sessions": view.failures, "failed held-out sessions": view.held_out_failures}
     failed = [f"{what}: {failures_text(failures)}" for what, failures in counted.items() if failures]
-    settings = series.config.model_dump(mode="json")
+    settings = view.config.model_dump(mode="json")
     return {
-        "is_judged": bool(judge_rows(series.iterations)),
+        "is_judged": bool(judge_rows(view.iterations)),
         "adapter": view.describe_adapter(),
-        "concerns": failed + sum_run_concerns(series),
+        "concerns": failed + sum_run_concerns(view),
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
     }
 

@@ -9,7 +9,7 @@ from heapq import nlargest
 import numpy as np
 import pyarrow.compute as pc
 
-from sf_core.reports.view import SessionSet
+from sf_core.reports.sessions import SessionSet
 from storage.tables.schema import SCHEMA
 
 _OF_BRANCHES = {

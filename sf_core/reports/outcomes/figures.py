@@ -11,7 +11,7 @@ from typing import Any
 from sf_core.recipes.gates import KINDS, Kind, kind_of, num_right
 from sf_core.recipes.outcomes import Result, Success
 from sf_core.reports.evaluations.judgements import judge_metrics
-from sf_core.reports.view import kinds_in
+from sf_core.reports.iterations import kinds_in
 from storage.manifests import Manifest
 
 LENGTHS = ("length_kept", "length_cut", "cut_sessions")

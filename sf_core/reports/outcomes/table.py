@@ -18,7 +18,7 @@ from sf_core.reports.outcomes.figures import (
     extreme_tasks,
 )
 from sf_core.reports.tables import make_printable, make_table, shorten_number
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView
 from storage.tables.outcomes import read_outcomes
 
 NUM_TASKS = 5
@@ -31,7 +31,7 @@ NAME_WIDTH = 30
 def inspect_tasks(uri: str) -> RenderableType:
     """Tables of sources and tasks. Raises ValueError with one sentence if there is no run or a file is
     broken."""
-    view = open_run(uri)
+    view = RunView.open(uri)
     rows = list(read_outcomes(view.run, before=len(view.read_committed("rollout"))))
     rollout = view.run.read_config(RunConfig).rollout
     if not rows:

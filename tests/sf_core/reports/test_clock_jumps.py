@@ -10,10 +10,11 @@ import pytest
 
 from sf_core.cli.launch import describe_tokens
 from sf_core.reports.html.figures import run_figures
+from sf_core.reports.iterations import stage_time
 from sf_core.reports.log_lines import describe_iteration
 from sf_core.reports.run_page import RunPage
 from sf_core.reports.summary import summarise
-from sf_core.reports.view import RunView, stage_time
+from sf_core.reports.view import RunView
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench import runs
 from tests.bench.commands import sf

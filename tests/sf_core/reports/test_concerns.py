@@ -9,7 +9,6 @@ import pytest
 
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.reports.concerns import concerns_of, failures_line, sum_run_concerns
-from sf_core.reports.series import RunSeries
 from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 from tests.bench.runs import commit, configure
@@ -57,7 +56,7 @@ def test_an_iteration_in_which_nothing_or_little_can_be_learned_says_why(
     assert concerns_of(view, 0, config) == {}
     told = concerns_of(view, 1, config)
     assert list(told) == [kind] and sentence in told[kind]
-    [summed] = sum_run_concerns(RunSeries(view))
+    [summed] = sum_run_concerns(view)
     assert summed == f"{told[kind]} (1 of 2 iterations)"
 
 
@@ -96,7 +95,7 @@ def test_a_run_that_waits_for_the_code_of_its_agents_says_so(
 def test_cpu_time_of_agents_is_summed_by_worker(tmp_path: Path) -> None:
     first = {"a0:l1": spent(1.0, 2.0, 10), "a1:l2": spent(0.5, 2.0, 0)}
     view, _ = run_of(tmp_path, {"rollout": {"runners": first}}, {"rollout": {"runners": first}}, {})
-    assert RunSeries(view).runners == {
+    assert view.runners == {
         "a0": {"sessions": 20, "cpu_s": 2.0, "cpu_s_per_session": 0.1},
         "a1": {"sessions": 0, "cpu_s": 1.0, "cpu_s_per_session": 1.0},
     }

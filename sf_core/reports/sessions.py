@@ -1,22 +1,85 @@
-"""Sessions, their groups and their turns as tables, from the rows of trajectory files.
+"""Sessions: the files that hold them, their figures, and tables of them, of their groups and of their turns.
 
-Owns the columns of these three tables.
+Owns the columns of these three tables, which `seamlessflow.open_run` gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.reports.view import Decode, SessionKind, SessionSet
+from sf_core.models.tokenizer import open_tokenizer
+from sf_core.pictures.sight import read_sight
+from sf_core.reports.iterations import Iteration, failures_of
+from storage.run_directory import RunDirectory
 from storage.tables.parquet import list_array
 from storage.tables.schema import NOT_SAMPLED, SCHEMA, TURN, Trajectory, TurnSpan
-from storage.tables.trajectories import first_rows
+from storage.tables.trajectories import first_rows, read_trajectories
+
+Decode = Callable[[list[int]], str]
+"""Text of token ids."""
+
+SessionKind = Literal["trains iteration", "evaluates version", "opened at version"]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSet:
+    """The sessions of one iteration, of the evaluation of one policy version, or the sessions opened by
+    agents for which this version was the newest to sample."""
+
+    kind: SessionKind
+    number: int
+    uris: list[str]
+    """Parquet files with the columns of storage/tables/schema.py."""
+    is_trained: bool = False
+    """Whether a train step has used the sessions."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.number}"
+
+    @property
+    def fate(self) -> str:
+        """What became of the tokens."""
+        if self.kind == "trains iteration":
+            return "trained" if self.is_trained else "not trained yet"
+        return "not used for training"
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """Legend of the sampled tokens that count in their branch, and of those that do not."""
+        if self.kind == "trains iteration":
+            return f"sampled, {self.fate}", "sampled, not trained here"
+        place = "an evaluation" if self.kind == "evaluates version" else "an opened session"
+        return f"sampled in {place}, {self.fate}", "sampled, not counted here"
+
+    def read(self, columns: list[str]) -> pa.Table:
+        """Raises ValueError with one sentence if a file is missing or broken."""
+        return pa.concat_tables([read_trajectories(uri, columns) for uri in self.uris])
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFigures:
+    """Figures of the trajectories of one iteration."""
+
+    sessions: int
+    reward_mean: float
+    tokens_sampled: int
+    lag_mean: float
+    """Mean over sampled tokens of the version being updated minus the version that sampled the token."""
+    lag_max: int
+    example: str
+    """The id of one session."""
+    failures: dict[str, int]
+    """Numbers of failed sessions that count, by the reason."""
+
 
 KINDS: dict[SessionKind, str] = {
     "trains iteration": "training",
@@ -154,3 +217,33 @@ def _count_new(rows: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
 
 def _schema(columns: Sequence[str]) -> pa.Schema:
     return pa.schema([SESSIONS.field(name) for name in columns])
+
+
+def read_rollout(iteration: Iteration, sampling: SessionSet) -> RolloutFigures:
+    table = sampling.read(["session_id", "loss_mask", "policy_versions"])
+    ids = np.unique(table["session_id"].to_numpy())
+    mask = pc.list_flatten(table["loss_mask"]).to_numpy()
+    versions = pc.list_flatten(table["policy_versions"]).fill_null(NOT_SAMPLED).to_numpy()
+    lags = iteration.number - versions[mask]
+    return RolloutFigures(
+        sessions=len(ids),
+        reward_mean=iteration.reward,
+        tokens_sampled=len(lags),
+        lag_mean=float(lags.mean()) if len(lags) else 0.0,
+        lag_max=int(lags.max(initial=0)),
+        example=str(ids[0]),
+        failures=failures_of(iteration.stages["rollout"]),
+    )
+
+
+def open_decoder(run: RunDirectory, sees: bool) -> Decode:
+    """Decoder of the run's tokenizer; shows ids if it has none. `sees`: some tokens are of pictures, each
+    of which becomes `[picture]`."""
+    tokenizer = open_tokenizer(run)
+    if tokenizer is None:
+        return lambda ids: " ".join(map(str, ids))
+    sight = read_sight(run.start_dir) if sees else None
+    if sight is None:
+        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(sight.token_id)))})+"
+    return lambda ids: re.sub(placeholders, "[picture]", tokenizer.decode(ids, skip_special_tokens=False))
