@@ -20,7 +20,7 @@ from benchmarks.simulation.variants import (
     simulate_variant,
 )
 from sf_core.config import RunConfig
-from sf_core.reports.pictures import draw_timeline
+from sf_core.reports.charts import draw_timeline
 from sf_core.reports.view import RunView
 from sf_core.scheduling.plan import make_plan
 from storage.files import write_atomic

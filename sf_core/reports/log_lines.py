@@ -6,8 +6,8 @@ import logging
 import re
 from collections.abc import Iterable
 
-from sf_core.reports.concerns import failures_line
 from sf_core.reports.view import RunView
+from sf_core.reports.warnings import failures_line
 
 log = logging.getLogger(__name__)
 # independent of the level of other loggers: progress is what users look for in a log

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
-from sf_core.reports.concerns import concerns_of, sum_concerns
+from sf_core.reports.charts import draw_curve
 from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer, compare_ends
 from sf_core.reports.evaluations.judgements import sum_judges
-from sf_core.reports.export.tensorboard import write_events
+from sf_core.reports.export.trackers import write_events
 from sf_core.reports.iterations import Iteration, failures_of, kinds_text
-from sf_core.reports.pictures import draw_curve
 from sf_core.reports.tables import cut_short, device_cells, make_printable
 from sf_core.reports.timeline import draw_newest, record_devices
 from sf_core.reports.view import RunView
+from sf_core.reports.warnings import iteration_warnings, merge_warnings
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 
@@ -38,7 +38,7 @@ class RunPage:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._config = run.read_config(RunConfig)
-        self._concerns: dict[int, dict[str, str]] = {}
+        self._warnings: dict[int, dict[str, str]] = {}
         self._rows: dict[int, Row] = {}
         self._held_out: dict[int, float] = {}
 
@@ -54,8 +54,8 @@ class RunPage:
         self._held_out |= due.held_out
         for iteration in due.iterations:
             self._rows[iteration.number] = self._row(due, iteration)
-            self._concerns[iteration.number] = concerns_of(view, iteration.number, self._config)
-        for shown in (self._rows, self._held_out, self._concerns):
+            self._warnings[iteration.number] = iteration_warnings(view, iteration.number, self._config)
+        for shown in (self._rows, self._held_out, self._warnings):
             for number in [number for number in shown if number < oldest]:
                 del shown[number]
 
@@ -82,13 +82,13 @@ class RunPage:
             f"# Run {show_text(self._run.run_id)}",
             *filter(None, [show_text(view.describe_adapter())]),
             f"{newest + 1} of {due} iterations are through. {self._progress_of_policy()}",
-            *(f"- {show_text(concern)}" for concern in sum_concerns(self._concerns.values())),
+            *(f"- {show_text(warning)}" for warning in merge_warnings(self._warnings.values())),
             "## Reward",
-            _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
+            _embed_chart("mean reward by iteration", draw_curve(rewards, self._held_out)),
             *self._answers(),
             *self._judges(view),
             "## Devices",
-            _picture("what the devices did", draw_newest(view, newest)),
+            _embed_chart("what the devices did", draw_newest(view, newest)),
             "## Files",
             self._files(newest),
             "## Devices in figures",
@@ -193,7 +193,7 @@ def _round(value: float | None, digits: int) -> float | None:
     return None if value is None or math.isnan(value) else round(value, digits)
 
 
-def _picture(what: str, png: bytes) -> str:
+def _embed_chart(what: str, png: bytes) -> str:
     return f"![{what}](data:image/png;base64,{base64.b64encode(png).decode()})"
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.reports.concerns import sum_run_concerns
+from sf_core.reports.charts import draw_run
 from sf_core.reports.iterations import Iteration, stage_time
-from sf_core.reports.pictures import draw_run
 from sf_core.reports.view import RunView
+from sf_core.reports.warnings import run_warnings
 from sf_core.scheduling.figures import by_worker, idle_by_cause
 from sf_core.stopwatch import rate
 from sf_core.surroundings import command_started_at
@@ -63,18 +63,18 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
         "failures": view.failures,
         "late_reports": view.count_reports("late_reports"),
         "refused_reports": view.count_reports("refused_reports"),
-        "concerns": sum_run_concerns(view),
+        "concerns": run_warnings(view),
         "max_lag": max(i.stages["rollout"].data["max_lag"] for i in iterations),
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / due, 3),
     }
     view.run.write_summary(summary)
-    picture = draw_run(
+    chart = draw_run(
         rewards=[i.reward for i in iterations],
         evaluations=view.held_out,
         spans=view.spans,
         boundaries=[end for _, end in windows],
     )
-    write_atomic(view.run.path("summary.png"), picture)
+    write_atomic(view.run.path("summary.png"), chart)
     return summary
 
 

@@ -18,13 +18,13 @@ from rich.text import Text
 
 from sf_core.config.failures import failures_text
 from sf_core.printable import show
-from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
 from sf_core.reports.iterations import kinds_text
 from sf_core.reports.sessions import Decode, open_decoder
 from sf_core.reports.timeline import record_devices, write_timelines
 from sf_core.reports.view import DeviceRow, RunView
+from sf_core.reports.warnings import run_warnings
 from storage.json_files import load_json
 from storage.media import media_file
 from storage.run_directory import STAGES, RunDirectory
@@ -94,7 +94,7 @@ def inspect_run(uri: str) -> RenderableType:
     if adapter := view.describe_adapter():
         footer.append(adapter)
     footer += [
-        *sum_run_concerns(view),
+        *run_warnings(view),
         "tokens sampled: by all engines in that time; trained: of the batch's sessions",
         f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}",
     ]

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sf_core.reports.charts import draw_timeline
 from sf_core.reports.iterations import stage_time
-from sf_core.reports.pictures import draw_timeline
 from sf_core.reports.view import DeviceRow, RunView
 from sf_core.scheduling.figures import DeviceFigures, by_worker, device_figures
 from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
@@ -53,14 +53,14 @@ def write_timelines(view: RunView) -> None:
     run = view.run
     trace = chrome_trace(run.run_id, view.spans, list(_bars(view)))
     files.write_atomic(run.trace_file, json.dumps(trace, separators=(",", ":")).encode())
-    files.write_atomic(run.timeline_picture, _picture(view, view.spans))
+    files.write_atomic(run.timeline_picture, _chart(view, view.spans))
 
 
 def draw_newest(view: RunView, newest: int) -> bytes:
     """timeline.png as bytes, of the iterations up to `newest`; reads no more spans than they need."""
     drawn = view.between(max(0, newest + 1 - NUM_DRAWN), newest)
     since = min((start for start, _ in drawn.windows.values()), default=0.0)
-    return _picture(drawn, read_spans(view.run, since))
+    return _chart(drawn, read_spans(view.run, since))
 
 
 def record_devices(view: RunView, newest: int, *, is_over: bool = False) -> None:
@@ -104,7 +104,7 @@ def chrome_trace(run_id: str, spans: Sequence[Span], bars: Sequence[Bar]) -> dic
     }
 
 
-def _picture(view: RunView, spans: Sequence[Span]) -> bytes:
+def _chart(view: RunView, spans: Sequence[Span]) -> bytes:
     drawn = dict(list(view.windows.items())[-NUM_DRAWN:])
     return draw_timeline(title=f"run {view.run.run_id}", spans=spans, iterations=drawn)
 

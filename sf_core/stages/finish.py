@@ -7,7 +7,7 @@ from typing import Any
 from sf_core.models.adapter import merge_folders
 from sf_core.models.language import load_whole
 from sf_core.reports.card.card import CARD, write_card
-from sf_core.reports.export.tensorboard import write_events
+from sf_core.reports.export.trackers import write_events
 from sf_core.reports.log_lines import tell
 from sf_core.reports.summary import summarise
 from sf_core.reports.timeline import record_devices, write_timelines

@@ -10,12 +10,12 @@ import yaml
 from sf_core.config.failures import failures_text
 from sf_core.models.token_bytes import token_bytes
 from sf_core.models.tokenizer import open_tokenizer
-from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.html.assembly import assemble
 from sf_core.reports.html.blocks import Embedded, embed_sessions
 from sf_core.reports.html.figures import run_figures
 from sf_core.reports.view import RunView
+from sf_core.reports.warnings import run_warnings
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
@@ -76,7 +76,7 @@ def _collect_texts(view: RunView) -> dict[str, object]:
     return {
         "is_judged": bool(judge_rows(view.iterations)),
         "adapter": view.describe_adapter(),
-        "concerns": failed + sum_run_concerns(view),
+        "warnings": failed + run_warnings(view),
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
     }
 

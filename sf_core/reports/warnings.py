@@ -44,17 +44,17 @@ def failures_line(iteration: Iteration) -> str:
     return "; ".join(parts)
 
 
-def concerns_of(view: RunView, number: int, config: RunConfig) -> dict[str, str]:
+def iteration_warnings(view: RunView, number: int, config: RunConfig) -> dict[str, str]:
     """Sentences about an iteration that is through, by kind."""
-    return dict(_concerns(view, number, config))
+    return dict(_find_warnings(view, number, config))
 
 
-def sum_run_concerns(view: RunView) -> list[str]:
-    """See `sum_concerns`, of all iterations that are through."""
-    return sum_concerns([concerns_of(view, i.number, view.config) for i in view.through])
+def run_warnings(view: RunView) -> list[str]:
+    """See `merge_warnings`, of all iterations that are through."""
+    return merge_warnings([iteration_warnings(view, i.number, view.config) for i in view.through])
 
 
-def sum_concerns(by_iteration: Collection[Mapping[str, str]]) -> list[str]:
+def merge_warnings(by_iteration: Collection[Mapping[str, str]]) -> list[str]:
     """The newest sentence of each kind, with the number of iterations that it is true of."""
     newest: dict[str, str] = {}
     for found in by_iteration:
@@ -63,7 +63,7 @@ def sum_concerns(by_iteration: Collection[Mapping[str, str]]) -> list[str]:
     return [f"{newest[kind]} ({counts[kind]} of {len(by_iteration)} iterations)" for kind in newest]
 
 
-def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[str, str]]:
+def _find_warnings(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[str, str]]:
     stages = view.iteration(number).stages
     rollout, filtered, trained = (stages[name].data for name in ("rollout", "filter", "train"))
     reward = config.environment.reward or "environment.reward"

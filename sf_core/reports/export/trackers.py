@@ -1,19 +1,21 @@
-"""A run's metrics in MLflow and Weights & Biases, if its configuration asks for that.
+"""A run's metrics in TensorBoard, and in MLflow and Weights & Biases if its configuration asks for that.
 
-A thread of its own sends what the metrics' Parquet holds, so a slow or missing tracker delays nothing. What
-was sent is noted in the run directory, so that a resumed run sends the rest.
+For TensorBoard, each file of metrics becomes an event file, written atomically. The other trackers are
+servers: a thread of its own sends the metrics, so that a slow or missing server delays nothing. A file in the
+run directory says which metrics were sent, so that a resumed run sends the rest.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -26,11 +28,51 @@ from storage.tables.metrics import KINDS, Kind, Point, newer_points
 
 log = logging.getLogger(__name__)
 
+EVENTS_VERSION = "brain.Event:2"
+"""Version that TensorBoard expects in the first record of a file."""
+
 PATIENCE_S = 60.0
 """How long the end of a run waits for metrics still to be sent."""
 
 End = Literal["finished", "failed", "interrupted"]
 """How an attempt on a run ended."""
+
+
+def write_events(run: RunDirectory, newest: int) -> None:
+    """Write the event files still missing for iterations up to `newest` and evaluations of their policies.
+
+    Never raises, because the run matters more than its curves. A failure is one line of the log, and the next
+    call writes what is missing."""
+    try:
+        for kind in KINDS:
+            _write_events_of(run, kind, newest)
+    except Exception as error:  # the next call writes what is missing
+        log.warning("run %s: metrics are not written for TensorBoard: %s", run.run_id, error)
+
+
+def _write_events_of(run: RunDirectory, kind: Kind, newest: int) -> None:
+    written = files.list_files(run.path("tensorboard", kind))
+    # TensorBoard reads the files of a folder in the order of their names, and never one before the last
+    last = int(written[-1].rsplit(".", 1)[-1]) if written else -1
+    for number, points in newer_points(run, kind, last, newest):
+        files.write_atomic(run.events_file(kind, number), encode_events(points))
+
+
+def encode_events(points: Sequence[Point]) -> bytes:
+    """Bytes of an event file with these points as TensorBoard scalars."""
+    # their import takes 0.2 s, which a command that only reads a run need not wait for
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    data = io.BytesIO()
+    now = time.time()
+    writer = RecordWriter(data)
+    writer.write(Event(wall_time=now, file_version=EVENTS_VERSION).SerializeToString())
+    for step, scalars in points:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        writer.write(Event(wall_time=now, step=step, summary=Summary(value=values)).SerializeToString())
+    return data.getvalue()
 
 
 class Trackers:
@@ -145,7 +187,7 @@ class _Feed:
         files.write_atomic(self._note_uri, json.dumps(note).encode())
 
 
-class _MlflowRun:
+class MlflowRun:
     def __init__(self, config: RunConfig, known: str | None) -> None:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
@@ -158,7 +200,7 @@ class _MlflowRun:
         taken = self._client.get_run(known).data.params if known is not None else {}
         self._settings = [
             Param(name, value[:MLFLOW_PARAM_CHARS])
-            for name, value in _flat(config.model_dump())
+            for name, value in flatten(config.model_dump())
             if name not in taken
         ]
         """Parameters not sent yet."""
@@ -185,7 +227,7 @@ class _MlflowRun:
         self._client.set_terminated(self.run_id, MLFLOW_STATES[end])
 
 
-class _WandbRun:
+class WandbRun:
     def __init__(self, config: RunConfig, known: str | None) -> None:
         import wandb
 
@@ -225,12 +267,12 @@ MLFLOW_PARAM_CHARS = 6000
 
 MLFLOW_STATES: dict[End, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
-_MAKE: dict[str, Callable[[RunConfig, str | None], _Tracker]] = {"mlflow": _MlflowRun, "wandb": _WandbRun}
+_MAKE: dict[str, Callable[[RunConfig, str | None], _Tracker]] = {"mlflow": MlflowRun, "wandb": WandbRun}
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in settings.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", str(value)
