@@ -117,13 +117,11 @@ class Run:
         """
         view = RunView(self._run)
         rows = []
-        for sessions in view.iter_session_sets():
-            if sessions.kind == "evaluates version":
-                manifest = view.manifest(sessions.number, "evaluate")
-                assert manifest is not None
-                rows.append(_session_figures(manifest) | {"version": manifest.iteration})
-        versions = [row["version"] for row in rows]
-        return self._with_metrics(rows, EVALUATIONS, "evaluation", versions)
+        for version in view.held_out:
+            manifest = view.manifest(version, "evaluate")
+            assert manifest is not None
+            rows.append(_session_figures(manifest) | {"version": version})
+        return self._with_metrics(rows, EVALUATIONS, "evaluation", [*view.held_out])
 
     def sessions(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Read the committed sessions: training sessions, held-out sessions, and sessions that an agent

@@ -6,7 +6,7 @@ Owns the columns of these three tables, which `seamlessflow.open_run` gives.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -93,13 +93,17 @@ TEXTS = ("policy", "messages", "tools", "output")
 _TASK = ("task_id", "environment", "group_id")
 _REPEATED = ("session_id", *_TASK, "status", "reward", "reward_parts", "started_at")
 """Columns that are the same in all branches of a session."""
-_SUMS = {"branches": "sum", "answers": "sum", "tokens": "sum", "interruptions": "sum"}
-_ENDS = {"min_version": "min", "max_version": "max", "finished_at": "max"}
+
+_MERGED = {"interruptions": "sum", "min_version": "min", "max_version": "max", "finished_at": "max"}
+"""How the value of a session follows from the values of its branches. In other columns it is that of the first
+branch."""
+
+_COUNTS = ("branches", "answers", "tokens", "interruptions")
 
 SESSIONS = pa.schema(
     [("iteration", pa.int32()), ("kind", pa.string())]
     + [SCHEMA.field(name) for name in _REPEATED]
-    + [("seconds", pa.float64()), *((name, pa.int64()) for name in _SUMS)]
+    + [("seconds", pa.float64()), *((name, pa.int64()) for name in _COUNTS)]
     + [SCHEMA.field(name) for name in ("min_version", "max_version", *TEXTS)]
 )
 
@@ -125,33 +129,39 @@ def all_sessions(found: Iterable[SessionSet], columns: Sequence[str]) -> pa.Tabl
 def sessions_of(found: SessionSet, columns: Sequence[str]) -> pa.Table:
     """One row per session of a set, with these columns of SESSIONS."""
     texts = [name for name in TEXTS if name in columns]
-    rows = found.read(
-        [*_REPEATED, *texts, *_ENDS, "interruptions", "shared_prefix", "turns", "policy_versions"]
-    )
-    answers, tokens = _count_new(rows)
-    branches = pa.table(
+    stored = [*_REPEATED, *texts, "min_version", "max_version", "finished_at", "interruptions"]
+    branches = found.read([*stored, "shared_prefix", "turns", "policy_versions"])
+    answers, tokens = _count_new(branches)
+    merged = merge_branches(branches, stored, {"answers": answers, "tokens": tokens})
+    duration = pc.subtract(merged["finished_at"], merged["started_at"])
+    seconds = pc.divide(duration.cast(pa.int64()).cast(pa.float64()), 1e6)
+    values: dict[str, Any] = {name: merged[name] for name in merged.column_names}
+    values["iteration"] = pa.array([found.number] * len(merged), pa.int32())
+    values["kind"] = pa.array([KINDS[found.kind]] * len(merged))
+    # earlier versions have stored the clock as it was, which may have been set back meanwhile
+    values["seconds"] = pc.max_element_wise(seconds, 0.0, skip_nulls=False)
+    return pa.table([values[name] for name in columns], schema=_schema(columns))
+
+
+def merge_branches(
+    branches: pa.Table, columns: Sequence[str], counts: Mapping[str, npt.NDArray[np.int64]]
+) -> pa.Table:
+    """One row per session, in the order of their first branches, with these columns, the number of branches,
+    and the sums of `counts`, each of which has a number per branch."""
+    counts = {"branches": np.ones(len(branches), np.int64), **counts}
+    functions = {name: _MERGED.get(name, "first") for name in columns} | dict.fromkeys(counts, "sum")
+    per_branch = {name: branches[name] for name in columns if functions[name] != "first"} | counts
+    # the codes count the sessions in the order of their first branches
+    codes = branches["session_id"].combine_chunks().dictionary_encode().indices
+    grouped = pa.table({"code": codes, **per_branch}).group_by("code")
+    merged = grouped.aggregate([(name, functions[name]) for name in per_branch]).sort_by("code")
+    first = branches.take(first_rows(branches["session_id"]))
+    return pa.table(
         {
-            # numbered by first rows, in order
-            "code": rows["session_id"].combine_chunks().dictionary_encode().indices,
-            "branches": pa.array(np.ones(len(rows), np.int64)),
-            "answers": pa.array(answers),
-            "tokens": pa.array(tokens),
-            **{name: rows[name] for name in ("interruptions", *_ENDS)},
+            name: merged[f"{name}_{how}"] if name in per_branch else first[name]
+            for name, how in functions.items()
         }
     )
-    merged = branches.group_by("code").aggregate([*(_SUMS | _ENDS).items()]).sort_by("code")
-    firsts = rows.take(first_rows(rows["session_id"]))
-    values: dict[str, Any] = {name: firsts[name] for name in (*_REPEATED, *texts)}
-    values |= {name: merged[f"{name}_{how}"] for name, how in (_SUMS | _ENDS).items()}
-    lasted = pc.subtract(values["finished_at"], values["started_at"])
-    seconds = pc.divide(lasted.cast(pa.int64()).cast(pa.float64()), 1e6)
-    values |= {
-        "iteration": pa.array([found.number] * len(firsts), pa.int32()),
-        "kind": pa.array([KINDS[found.kind]] * len(firsts)),
-        # earlier versions have stored the clock as it was, which may have been set back meanwhile
-        "seconds": pc.max_element_wise(seconds, 0.0, skip_nulls=False),
-    }
-    return pa.table([values[name] for name in columns], schema=_schema(columns))
 
 
 def groups_of(found: SessionSet) -> pa.Table:

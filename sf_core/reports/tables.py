@@ -16,7 +16,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sf_core.config.failures import failures_text
 from sf_core.printable import show
 from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
@@ -24,7 +23,7 @@ from sf_core.reports.iterations import kinds_text
 from sf_core.reports.sessions import Decode, open_decoder
 from sf_core.reports.timeline import record_devices, write_timelines
 from sf_core.reports.view import DeviceRow, RunView
-from sf_core.reports.warnings import run_warnings
+from sf_core.reports.warnings import run_failures, run_warnings
 from storage.json_files import load_json
 from storage.media import media_file
 from storage.run_directory import STAGES, RunDirectory
@@ -88,9 +87,7 @@ def inspect_run(uri: str) -> RenderableType:
         kinds = [groups[iteration.number]] if chooses else []
         stages = " ".join(stage[0].upper() if stage in iteration.stages else "." for stage in STAGES)
         table.add_row(*_figures(view, iteration.number), *kinds, stages)
-    failed = {"failed sessions": view.failures, "failed held-out sessions": view.held_out_failures}
-    footer = [f"{what}: {failures_text(failures)}" for what, failures in failed.items() if failures]
-    footer += sum_judges(view.iterations)
+    footer = [*run_failures(view), *sum_judges(view.iterations)]
     if adapter := view.describe_adapter():
         footer.append(adapter)
     footer += [

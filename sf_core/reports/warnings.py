@@ -44,6 +44,12 @@ def failures_line(iteration: Iteration) -> str:
     return "; ".join(parts)
 
 
+def run_failures(view: RunView) -> list[str]:
+    """How many training sessions and held-out sessions of a run failed and why, each as one line."""
+    counted = {"failed sessions": view.failures, "failed held-out sessions": view.held_out_failures}
+    return [f"{what}: {failures_text(failures)}" for what, failures in counted.items() if failures]
+
+
 def iteration_warnings(view: RunView, number: int, config: RunConfig) -> dict[str, str]:
     """Sentences about an iteration that is through, by kind."""
     return dict(_find_warnings(view, number, config))

@@ -34,7 +34,7 @@ TIMELINE_STEPS = 4000
 """Gaps shorter than the run divided by this are closed in the timeline: they would be invisible."""
 
 
-def run_figures(view: RunView) -> dict[str, Any]:
+def page_figures(view: RunView) -> dict[str, Any]:
     """All figures, without the sessions. Raises ValueError if a committed file is missing or broken."""
     rollouts = {number: asdict(figures) for number, figures in view.rollouts.items()}
     # writes, so only after the checks for broken files; without write access older figures are shown

@@ -7,15 +7,14 @@ from dataclasses import asdict
 
 import yaml
 
-from sf_core.config.failures import failures_text
 from sf_core.models.token_bytes import token_bytes
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.html.assembly import assemble
 from sf_core.reports.html.blocks import Embedded, embed_sessions
-from sf_core.reports.html.figures import run_figures
+from sf_core.reports.html.figures import page_figures
 from sf_core.reports.view import RunView
-from sf_core.reports.warnings import run_warnings
+from sf_core.reports.warnings import run_failures, run_warnings
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
@@ -44,7 +43,7 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
 def render(view: RunView, max_bytes: int) -> bytes:
     """The page as UTF-8."""
     run = view.run
-    figures = run_figures(view)
+    figures = page_figures(view)
     said = _collect_texts(view)
     base = len(_fill(run, figures, said, Embedded()))
     if base > max_bytes:
@@ -70,13 +69,11 @@ def _drop_last_block(embedded: Embedded) -> None:
 
 def _collect_texts(view: RunView) -> dict[str, object]:
     """What the page says in words: why little was learned, and the settings of the run as YAML."""
-    counted = {"failed sessions": view.failures, "failed held-out sessions": view.held_out_failures}
-    failed = [f"{what}: {failures_text(failures)}" for what, failures in counted.items() if failures]
     settings = view.config.model_dump(mode="json")
     return {
         "is_judged": bool(judge_rows(view.iterations)),
         "adapter": view.describe_adapter(),
-        "warnings": failed + run_warnings(view),
+        "warnings": run_failures(view) + run_warnings(view),
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
     }
 

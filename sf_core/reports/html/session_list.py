@@ -9,18 +9,10 @@ from heapq import nlargest
 import numpy as np
 import pyarrow.compute as pc
 
-from sf_core.reports.sessions import SessionSet
-from storage.tables.schema import SCHEMA
+from sf_core.reports.sessions import SessionSet, merge_branches
 
-_OF_BRANCHES = {
-    # all branches of a session are alike in these
-    **dict.fromkeys(("task_id", "environment", "group_id", "reward", "status"), "first"),
-    **dict.fromkeys(("tokens", "sampled", "interruptions"), "sum"),
-    "place": "min",
-    "min_version": "min",
-    "max_version": "max",
-}
-"""How facts of a session come from those of its branches."""
+_COLUMNS = ("session_id", "task_id", "environment", "group_id", "reward", "status")
+_VERSIONS = ("min_version", "max_version", "interruptions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +40,16 @@ class SessionFacts:
 
 def list_sessions(sampling: SessionSet) -> list[SessionFacts]:
     """One line per session. Raises ValueError with one sentence if a file is missing or broken."""
-    table = sampling.read(["session_id", "loss_mask", *(_OF_BRANCHES.keys() & {*SCHEMA.names})])
-    mask = table["loss_mask"].combine_chunks()
-    sampled = np.bincount(pc.list_parent_indices(mask), pc.list_flatten(mask), len(table)).astype(int)
-    more = {"tokens": pc.list_value_length(mask), "sampled": [sampled], "place": [np.arange(len(table))]}
-    for name, column in more.items():
-        table = table.append_column(name, column)
-    groups = table.group_by("session_id", use_threads=False)
-    # they come in any order
-    found = groups.aggregate([*_OF_BRANCHES.items(), ([], "count_all")]).sort_by("place_min")
-    return [
-        SessionFacts(
-            row["session_id"],
-            sampling.kind,
-            sampling.number,
-            sampling.marks,
-            branches=row["count_all"],
-            **{name: row[f"{name}_{how}"] for name, how in _OF_BRANCHES.items() if name != "place"},
-        )
-        for row in found.to_pylist()
-    ]
+    columns = [*_COLUMNS, *_VERSIONS]
+    branches = sampling.read([*columns, "loss_mask"])
+    mask = branches["loss_mask"].combine_chunks()
+    tokens = mask.value_lengths().to_numpy()
+    # the mask is true for tokens that count
+    sampled = np.bincount(pc.list_parent_indices(mask), pc.list_flatten(mask), len(branches)).astype(int)
+    merged = merge_branches(branches, columns, {"tokens": tokens, "sampled": sampled})
+    kind = sampling.kind
+    number = sampling.number
+    return [SessionFacts(kind=kind, number=number, marks=sampling.marks, **row) for row in merged.to_pylist()]
 
 
 def choose_telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
