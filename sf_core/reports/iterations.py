@@ -84,19 +84,19 @@ def failures_of(manifest: Manifest) -> dict[str, int]:
 
 
 def runners_of(rollout: Mapping[str, Any]) -> dict[str, Counter[str]]:
-    """What the runner of each worker spent until a batch was sealed (`Spent`), by the facts of the batch.
-    Empty for runs of before it was counted."""
+    """The cost of the runner of each worker until a batch was sealed (`Spent`), from its manifest. Empty for
+    runs of earlier versions, which did not count it."""
     spent: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for holder, told in rollout.get("runners", {}).items():
-        spent[lease_of(holder)[0]].update(told)
+    for holder, costs in rollout.get("runners", {}).items():
+        spent[lease_of(holder)[0]].update(costs)
     return spent
 
 
 def kinds_in(manifest: Manifest | None) -> dict[Kind, int] | None:
     """Groups that left with a batch, by whether all, some or none of their sessions were right. None if the
     run did not choose."""
-    told = {} if manifest is None else manifest.data
-    return {kind: told[kind] for kind in KINDS} if told.keys() >= set(KINDS) else None
+    data = {} if manifest is None else manifest.data
+    return {kind: data[kind] for kind in KINDS} if data.keys() >= set(KINDS) else None
 
 
 def kinds_text(kinds: Mapping[Kind, int] | None) -> str:

@@ -50,10 +50,10 @@ class RunPage:
         write_events(self._run, newest)
         oldest = max(0, newest + 1 - NUM_ROWS)
         # device figures and the evaluation of an iteration come while the next one runs
-        due = view.between(max(oldest, max(self._rows, default=oldest) - 1), newest)
-        self._held_out |= due.held_out
-        for iteration in due.iterations:
-            self._rows[iteration.number] = self._row(due, iteration)
+        changed = view.between(max(oldest, max(self._rows, default=oldest) - 1), newest)
+        self._held_out |= changed.held_out
+        for iteration in changed.iterations:
+            self._rows[iteration.number] = self._row(changed, iteration)
             self._warnings[iteration.number] = iteration_warnings(view, iteration.number, self._config)
         for shown in (self._rows, self._held_out, self._warnings):
             for number in [number for number in shown if number < oldest]:
@@ -77,11 +77,11 @@ class RunPage:
         view = RunView(self._run)
         devices = view.read_devices(range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
         names, rows = device_cells(devices)
-        due = self._config.train.iterations
+        planned = self._config.train.iterations
         parts = [
             f"# Run {show_text(self._run.run_id)}",
             *filter(None, [show_text(view.describe_adapter())]),
-            f"{newest + 1} of {due} iterations are through. {self._progress_of_policy()}",
+            f"{newest + 1} of {planned} iterations are through. {self._progress_of_policy()}",
             *(f"- {show_text(warning)}" for warning in merge_warnings(self._warnings.values())),
             "## Reward",
             _embed_chart("mean reward by iteration", draw_curve(rewards, self._held_out)),
@@ -118,11 +118,15 @@ class RunPage:
             for row, (_, new) in zip(rows, examples.pairs, strict=True):
                 row.append(_show_answer(new.greedy) if new.greedy else "")
         table = _table(names, rows)
-        return ["## Answers to held-out tasks", f"{examples.told.capitalize()}.", table]
+        return ["## Answers to held-out tasks", f"{examples.selection.capitalize()}.", table]
 
     def _judges(self, view: RunView) -> list[str]:
-        told = sum_judges(map(view.iteration, sorted(self._rows)))
-        return ["## Judges", "\n".join(f"- {show_text(sentence)}" for sentence in told)] if told else []
+        sentences = sum_judges(map(view.iteration, sorted(self._rows)))
+        return (
+            ["## Judges", "\n".join(f"- {show_text(sentence)}" for sentence in sentences)]
+            if sentences
+            else []
+        )
 
     def _files(self, newest: int) -> str:
         run = self._run
@@ -173,7 +177,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---
 
 
 def _show_answer(answer: GivenAnswer) -> str:
-    return f"{answer.told} {_show_short(answer.text)}"
+    return f"{answer.reward_text} {_show_short(answer.text)}"
 
 
 def _show_short(text: str) -> str:
@@ -193,8 +197,8 @@ def _round(value: float | None, digits: int) -> float | None:
     return None if value is None or math.isnan(value) else round(value, digits)
 
 
-def _embed_chart(what: str, png: bytes) -> str:
-    return f"![{what}](data:image/png;base64,{base64.b64encode(png).decode()})"
+def _embed_chart(title: str, png: bytes) -> str:
+    return f"![{title}](data:image/png;base64,{base64.b64encode(png).decode()})"
 
 
 def _url(uri: str) -> str:

@@ -57,8 +57,8 @@ class SessionSet:
         """Legend of the sampled tokens that count in their branch, and of those that do not."""
         if self.kind == "trains iteration":
             return f"sampled, {self.fate}", "sampled, not trained here"
-        place = "an evaluation" if self.kind == "evaluates version" else "an opened session"
-        return f"sampled in {place}, {self.fate}", "sampled, not counted here"
+        origin = "an evaluation" if self.kind == "evaluates version" else "an opened session"
+        return f"sampled in {origin}, {self.fate}", "sampled, not counted here"
 
     def read(self, columns: list[str]) -> pa.Table:
         """Raises ValueError with one sentence if a file is missing or broken."""
@@ -95,8 +95,8 @@ _REPEATED = ("session_id", *_TASK, "status", "reward", "reward_parts", "started_
 """Columns that are the same in all branches of a session."""
 
 _MERGED = {"interruptions": "sum", "min_version": "min", "max_version": "max", "finished_at": "max"}
-"""How the value of a session follows from the values of its branches. In other columns it is that of the first
-branch."""
+"""How the value of a session follows from the values of its branches. In other columns it is the value of the
+first branch."""
 
 _COUNTS = ("branches", "answers", "tokens", "interruptions")
 
@@ -121,23 +121,23 @@ TURNS = pa.schema(
 )
 
 
-def all_sessions(found: Iterable[SessionSet], columns: Sequence[str]) -> pa.Table:
-    tables = [sessions_of(one, columns) for one in found]
+def all_sessions(session_sets: Iterable[SessionSet], columns: Sequence[str]) -> pa.Table:
+    tables = [sessions_of(session_set, columns) for session_set in session_sets]
     return pa.concat_tables([_schema(columns).empty_table(), *tables])
 
 
-def sessions_of(found: SessionSet, columns: Sequence[str]) -> pa.Table:
+def sessions_of(session_set: SessionSet, columns: Sequence[str]) -> pa.Table:
     """One row per session of a set, with these columns of SESSIONS."""
     texts = [name for name in TEXTS if name in columns]
     stored = [*_REPEATED, *texts, "min_version", "max_version", "finished_at", "interruptions"]
-    branches = found.read([*stored, "shared_prefix", "turns", "policy_versions"])
+    branches = session_set.read([*stored, "shared_prefix", "turns", "policy_versions"])
     answers, tokens = _count_new(branches)
     merged = merge_branches(branches, stored, {"answers": answers, "tokens": tokens})
     duration = pc.subtract(merged["finished_at"], merged["started_at"])
     seconds = pc.divide(duration.cast(pa.int64()).cast(pa.float64()), 1e6)
     values: dict[str, Any] = {name: merged[name] for name in merged.column_names}
-    values["iteration"] = pa.array([found.number] * len(merged), pa.int32())
-    values["kind"] = pa.array([KINDS[found.kind]] * len(merged))
+    values["iteration"] = pa.array([session_set.number] * len(merged), pa.int32())
+    values["kind"] = pa.array([KINDS[session_set.kind]] * len(merged))
     # earlier versions have stored the clock as it was, which may have been set back meanwhile
     values["seconds"] = pc.max_element_wise(seconds, 0.0, skip_nulls=False)
     return pa.table([values[name] for name in columns], schema=_schema(columns))
@@ -164,9 +164,9 @@ def merge_branches(
     )
 
 
-def groups_of(found: SessionSet) -> pa.Table:
+def groups_of(session_set: SessionSet) -> pa.Table:
     """One row per group of a batch, of its sessions."""
-    sessions = sessions_of(found, ["iteration", *_TASK, "reward", "tokens"])
+    sessions = sessions_of(session_set, ["iteration", *_TASK, "reward", "tokens"])
     grouped = sessions.filter(pc.is_valid(sessions["group_id"])).group_by(
         ["iteration", *_TASK], use_threads=False
     )
@@ -229,8 +229,9 @@ def _schema(columns: Sequence[str]) -> pa.Schema:
     return pa.schema([SESSIONS.field(name) for name in columns])
 
 
-def read_rollout(iteration: Iteration, sampling: SessionSet) -> RolloutFigures:
-    table = sampling.read(["session_id", "loss_mask", "policy_versions"])
+def read_rollout(iteration: Iteration, session_set: SessionSet) -> RolloutFigures:
+    """Figures of the trajectories of an iteration. Raises ValueError if a file is missing or broken."""
+    table = session_set.read(["session_id", "loss_mask", "policy_versions"])
     ids = np.unique(table["session_id"].to_numpy())
     mask = pc.list_flatten(table["loss_mask"]).to_numpy()
     versions = pc.list_flatten(table["policy_versions"]).fill_null(NOT_SAMPLED).to_numpy()
@@ -246,13 +247,13 @@ def read_rollout(iteration: Iteration, sampling: SessionSet) -> RolloutFigures:
     )
 
 
-def open_decoder(run: RunDirectory, sees: bool) -> Decode:
-    """Decoder of the run's tokenizer; shows ids if it has none. `sees`: some tokens are of pictures, each
-    of which becomes `[picture]`."""
+def open_decoder(run: RunDirectory, has_images: bool) -> Decode:
+    """Decoder of the run's tokenizer; shows ids if the run has none. `has_images`: some tokens are of images,
+    each of which becomes `[picture]`."""
     tokenizer = open_tokenizer(run)
     if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    sight = read_sight(run.start_dir) if sees else None
+    sight = read_sight(run.start_dir) if has_images else None
     if sight is None:
         return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
     placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(sight.token_id)))})+"

@@ -146,7 +146,7 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
     if not url:
         return "no"
     if attempt.host not in (None, socket.gethostname()) and is_loopback(urlsplit(url).hostname or ""):
-        raise _explain_unknown(run, url, f"is on {attempt.host}; run the command there")
+        raise _unknown_state_error(run, url, f"is on {attempt.host}; run the command there")
     client = DataplaneClient(url, run.run_id, operator_key(url), patience_s=0.0, timeout_s=STATUS_S)
     try:
         status = client.status()
@@ -155,14 +155,16 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
         return "released" if status["released"] else "running"
     except DataplaneError as error:
         if error.status in (401, 403):
-            raise _explain_unknown(run, url, f"refused the key ({error})") from None
+            raise _unknown_state_error(run, url, f"refused the key ({error})") from None
         if error.status >= 500:
-            raise _explain_unknown(run, url, f"fails ({error}); try again") from None
+            raise _unknown_state_error(run, url, f"fails ({error}); try again") from None
         return "no"
     except (httpx.TimeoutException, httpx.ConnectError) as error:
         if not _is_refused(error):
             # it may be busy, or the network is at fault
-            raise _explain_unknown(run, url, f"cannot be reached ({error.__cause__}); try again") from None
+            raise _unknown_state_error(
+                run, url, f"cannot be reached ({error.__cause__}); try again"
+            ) from None
         return "silent"
     except httpx.TransportError:
         return "silent"
@@ -178,7 +180,7 @@ def _is_refused(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _explain_unknown(run: RunDirectory, url: str, why: str) -> BusyError:
+def _unknown_state_error(run: RunDirectory, url: str, why: str) -> BusyError:
     return BusyError(
         f"{run.run_id}: it is unknown if the run is in use: its data plane at {url} {why}, or if this "
         f'data plane is gone for good, write {{"dataplane": ""}} into {run.newest_attempt_file()}'

@@ -34,22 +34,22 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     those that differed from the reports that ended the sessions;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
-    due = config.train.iterations
-    view = view.between(0, due - 1)
+    planned = config.train.iterations
+    view = view.between(0, planned - 1)
     iterations = view.through
     windows = list(view.windows.values())
-    if len(iterations) < due:
+    if len(iterations) < planned:
         raise ValueError(f"{view.run.run_id}: iteration {len(iterations)} is not committed")
     seconds_rl = sum(end - start for start, end in windows)
-    asked = [stage_time(manifest) for k in view.held_out if (manifest := view.manifest(k, "evaluate"))]
+    evaluating = [stage_time(manifest) for k in view.held_out if (manifest := view.manifest(k, "evaluate"))]
     speed = rate(sum(i.sampled_tokens for i in iterations), seconds_rl)
-    idle = {worker: idle_by_cause(own, windows, asked) for worker, own in by_worker(view.spans).items()}
+    idle = {worker: idle_by_cause(own, windows, evaluating) for worker, own in by_worker(view.spans).items()}
     summary = {
         "run_id": view.run.run_id,
         "seed": config.seed,
         "reward_before": view.held_out.get(0),
-        "reward_after": view.held_out.get(due),
-        "iterations": due,
+        "reward_after": view.held_out.get(planned),
+        "iterations": planned,
         "seconds_total": round(max(0.0, time.time() - _started_at(view)), 2),
         "seconds_rl": round(seconds_rl, 2),
         "tokens_generated": sum(
@@ -65,7 +65,7 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
         "refused_reports": view.count_reports("refused_reports"),
         "concerns": run_warnings(view),
         "max_lag": max(i.stages["rollout"].data["max_lag"] for i in iterations),
-        "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / due, 3),
+        "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / planned, 3),
     }
     view.run.write_summary(summary)
     chart = draw_run(

@@ -134,10 +134,10 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     there is no such run or session."""
     view = RunView.open(uri)
     sampling, found = view.find_session(session_id)
-    sees = any(row.images for row in found)
+    has_images = any(row.images for row in found)
     fate = sampling.fate
     row = found[0]
-    decode = open_decoder(view.run, sees)
+    decode = open_decoder(view.run, has_images)
     task, environment, group = map(make_printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
         (f"session {session_id}, {sampling.label}\n", "bold"),
@@ -149,8 +149,8 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     )
     branches = [_branch(row, decode, fate) for row in found]
     judged = judgements_of(view, sampling, session_id)
-    if sees:
-        branches.append(_pictures(view.run, found))
+    if has_images:
+        branches.append(_images(view.run, found))
     parts = [*branches, *([] if row.output is None else [_output(row.output)])]
     return Group(head, *parts, *([_judgements(judged)] if judged else []))
 
@@ -164,7 +164,10 @@ def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], befor
         table.add_column(name, overflow="fold", max_width=COLUMN_WIDTH)
     for old, new in pairs:
         answers = [answer for answer in (old, new, new.greedy) if answer]
-        shown = [cut_short(new.prompt), *(f"{answer.told}  {cut_short(answer.text)}" for answer in answers)]
+        shown = [
+            cut_short(new.prompt),
+            *(f"{answer.reward_text}  {cut_short(answer.text)}" for answer in answers),
+        ]
         table.add_row(*(Text(make_printable(text)) for text in shown))
     return table
 
@@ -281,15 +284,15 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     return Group(Text(title, style="italic"), table)
 
 
-def _pictures(run: RunDirectory, rows: Sequence[Trajectory]) -> RenderableType:
+def _images(run: RunDirectory, rows: Sequence[Trajectory]) -> RenderableType:
     table = make_table("\nwhat was seen")
     for name in ("branch", "tokens", "pixels", "file"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        for one in row.images:
-            span = f"{one.start}-{one.start + one.length}"
-            size = f"{one.width} by {one.height}"
-            file = media_file(run.media_dir, one.sha256)
+        for image in row.images:
+            span = f"{image.start}-{image.start + image.length}"
+            size = f"{image.width} by {image.height}"
+            file = media_file(run.media_dir, image.sha256)
             table.add_row(_short(row, row.branch_id), span, size, Text(file))
     return table
 
@@ -300,7 +303,10 @@ def _output(text: str) -> RenderableType:
 
 
 def _judgements(judged: Sequence[Judgement]) -> RenderableType:
-    lines = [f"{one.judge or 'noted'}: {make_printable(describe_judgement(one))}" for one in judged]
+    lines = [
+        f"{judgement.judge or 'noted'}: {make_printable(describe_judgement(judgement))}"
+        for judgement in judged
+    ]
     return Text.assemble(("\nwhat judges said, and what was noted\n", "italic"), "\n".join(lines))
 
 

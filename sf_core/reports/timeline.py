@@ -75,17 +75,17 @@ def record_devices(view: RunView, newest: int, *, is_over: bool = False) -> None
         first -= 1
     # the iteration before tells which tags the devices had before the first
     windows = view.between(max(0, first - 1)).windows
-    due = [
+    unrecorded = [
         number
         for number, (_, end) in windows.items()
         if first <= number <= newest
         and (is_over or number < max(windows) or time.time() - end > 2 * MAX_UNWRITTEN_S)
     ]
-    if not due:
+    if not unrecorded:
         return
     spans = read_spans(run, since=windows[min(windows)][0])
     num_lags = view.config.lag_bound + 1
-    for number in due:
+    for number in unrecorded:
         lags = view.iteration(number).stages["filter"].data.get("lags", [])
         lags = [*lags, *[0] * (num_lags - len(lags))]
         write_metrics(run, "devices", number, [_device_row(device_figures(spans, windows[number]), lags)])
@@ -154,10 +154,10 @@ def _process(
         }
 
 
-def _label(process: int, track: int, what: str, name: str) -> Iterator[Event]:
+def _label(process: int, track: int, subject: str, name: str) -> Iterator[Event]:
     where = {"ph": "M", "pid": process, "tid": track, "ts": 0}
-    yield {**where, "name": f"{what}_name", "args": {"name": name}}
-    yield {**where, "name": f"{what}_sort_index", "args": {"sort_index": track or process}}
+    yield {**where, "name": f"{subject}_name", "args": {"name": name}}
+    yield {**where, "name": f"{subject}_sort_index", "args": {"sort_index": track or process}}
 
 
 def _device_row(figures: DeviceFigures, lags: Sequence[int]) -> DeviceRow:

@@ -241,14 +241,14 @@ class RunView:
             version == 0 or (version <= self.progress().published and has_weights(folder))
         ):
             return folder
-        if not (kept := self.list_kept_versions()):
+        if not (stored := self.list_kept_versions()):
             raise ValueError(
                 f"{self.run.run_id}: the run has no policy yet; continue the run with `sf resume "
                 f"{self.run.uri}`"
             )
         raise ValueError(
             f"{self.run.run_id}: the weights of version {version} are not stored; stored versions: "
-            f"{', '.join(map(str, kept))}"
+            f"{', '.join(map(str, stored))}"
         )
 
     def iter_session_sets(self) -> Iterator[SessionSet]:

@@ -1,7 +1,7 @@
-"""What a run should tell whoever started it, because it is learning nothing, or much less or more slowly than
-it could. One sentence each, with the setting that it is about.
+"""Warnings that a run learns nothing, or much less or more slowly than it could. Each warning is one sentence
+that names the setting to look at.
 
-Read from manifests alone, so that the log, the summary, the page and `sf inspect` say the same.
+Warnings are read from manifests alone, so that the log, the summary, the page and `sf inspect` say the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sf_core.reports.iterations import Iteration, failures_of, runners_of
 from sf_core.reports.view import RunView
 
 CUT_SHARE = 0.5
-"""Smallest share of answers cut at their longest length that is told."""
+"""Smallest share of answers cut at their longest length that is a warning."""
 
 FREE_SHARE = 0.5
 AGENTS_SHARE = 0.5
@@ -25,7 +25,7 @@ AGENTS_SHARE = 0.5
 least these shares of the time."""
 
 NUM_CONSTANT = 3
-"""Batches in a row whose sessions must all have earned the same for that to be told."""
+"""Number of batches in a row with one reward for all sessions that is a warning."""
 
 
 def failures_line(iteration: Iteration) -> str:
@@ -99,8 +99,8 @@ def _find_warnings(view: RunView, number: int, config: RunConfig) -> Iterator[tu
             f"{refused} reports on sessions that had ended by another report were refused: check that only "
             "one program finishes each session",
         )
-    if told := _explain_agents(rollout):
-        yield "agents", told
+    if sentence := _agents_warning(rollout):
+        yield "agents", sentence
     if rewards_teach and (earned := _find_constant(view, number)) is not None:
         yield (
             "constant",
@@ -109,8 +109,8 @@ def _find_warnings(view: RunView, number: int, config: RunConfig) -> Iterator[tu
         )
 
 
-def _explain_agents(rollout: Mapping[str, Any]) -> str:
-    """Why engines waited, if the code of the agents computed meanwhile; else empty."""
+def _agents_warning(rollout: Mapping[str, Any]) -> str:
+    """The warning that engines waited while the code of the agents computed; empty if they did not."""
     free = rollout.get("engines_free") or 0.0
     seconds = rollout.get("runners_seconds") or math.inf
     busy = {
@@ -120,13 +120,13 @@ def _explain_agents(rollout: Mapping[str, Any]) -> str:
     }
     if free < FREE_SHARE or not busy:
         return ""
-    told = ", ".join(
+    costs = ", ".join(
         f"{1000 * spent['cpu_s'] / max(1, spent['num_ended']):,.0f} ms on {name}"
         for name, spent in busy.items()
     )
     return (
         f"the engines had no request for {free:.0%} of the time, because the code of the agents computed "
-        f"(CPU time per session: {told}): use endpoint.client() instead of a new client in each session, "
+        f"(CPU time per session: {costs}): use endpoint.client() instead of a new client in each session, "
         "look for what else each session loads, or add workers tagged agent"
     )
 

@@ -1,4 +1,4 @@
-"""Writes the model card of a trained policy, from what the run directory tells."""
+"""Writes the model card of a trained policy, from the run directory."""
 
 from __future__ import annotations
 
@@ -207,8 +207,8 @@ def find_commit() -> str | None:
             head = _git("rev-parse", "HEAD")
             return f"{head} with local changes" if _git("status", "--porcelain", "-uno") else head
     with suppress(PackageNotFoundError, ValueError, KeyError, TypeError):
-        told = distribution("seamlessflow").read_text("direct_url.json")
-        return str(json.loads(told or "")["vcs_info"]["commit_id"])
+        origin = distribution("seamlessflow").read_text("direct_url.json")
+        return str(json.loads(origin or "")["vcs_info"]["commit_id"])
     return None
 
 

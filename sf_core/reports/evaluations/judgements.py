@@ -37,9 +37,9 @@ def judge_rows(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
     """The figures of every judge in each iteration's batch, and in the evaluation of the version that it
     began with."""
     return [
-        {"iteration": iteration.number, "sessions": what, "judge": judge, **figures}
+        {"iteration": iteration.number, "sessions": kind, "judge": judge, **figures}
         for iteration in iterations
-        for stage, what in (("evaluate", "held-out"), ("rollout", "training"))
+        for stage, kind in (("evaluate", "held-out"), ("rollout", "training"))
         if stage in iteration.stages
         for judge, figures in iteration.stages[stage].data.get("judges", {}).items()
     ]
@@ -78,12 +78,18 @@ def judgements_of(view: RunView, found: SessionSet, session_id: str) -> list[Jud
     return [Judgement(**row) for row in rows.select(Judgement.__struct_fields__).to_pylist()]
 
 
-def describe_judgement(one: Judgement) -> str:
-    """A judgement in one line."""
-    if one.judge is None:
-        return f"{one.item} {one.verdict}"
-    said = one.verdict or ("no reply" if one.reply is None else f"{one.reply}, which could not be read")
-    cost = "known before" if one.cached else f"{one.tokens} tokens, {one.attempts} calls, {one.seconds:.2f} s"
-    if one.discarded:
-        cost += f"; discarded replies: {failures_text(Counter(one.discarded))}"
-    return " ".join(filter(None, (one.item, said, f"({cost})")))
+def describe_judgement(judgement: Judgement) -> str:
+    """A judgement in judgement line."""
+    if judgement.judge is None:
+        return f"{judgement.item} {judgement.verdict}"
+    verdict = judgement.verdict or (
+        "no reply" if judgement.reply is None else f"{judgement.reply}, which could not be read"
+    )
+    cost = (
+        "known before"
+        if judgement.cached
+        else f"{judgement.tokens} tokens, {judgement.attempts} calls, {judgement.seconds:.2f} s"
+    )
+    if judgement.discarded:
+        cost += f"; discarded replies: {failures_text(Counter(judgement.discarded))}"
+    return " ".join(filter(None, (judgement.item, verdict, f"({cost})")))

@@ -90,15 +90,15 @@ def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dic
 
 
 def _convert_answer(message: Message) -> dict[str, Any]:
-    """What an answer has beside its text."""
-    said: dict[str, Any] = {}
+    """The fields of an answer beside its text."""
+    fields: dict[str, Any] = {}
     if thought := message.get("reasoning_content"):
-        said["reasoning_content"] = thought
+        fields["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
-        said["tool_calls"] = list(map(_convert_call, calls))
+        fields["tool_calls"] = list(map(_convert_call, calls))
     if unparsed := message.get("unparsed_calls"):
-        said["extra"] = {"unparsed_calls": unparsed}
-    return said
+        fields["extra"] = {"unparsed_calls": unparsed}
+    return fields
 
 
 def _convert_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -110,13 +110,13 @@ def _convert_call(call: dict[str, Any]) -> dict[str, Any]:
 def _metrics(conversation: StoredChat, turn: Turn) -> dict[str, Any]:
     start = turn["start"]
     end = turn["end"]
-    told = {name: value for name, value in turn.items() if name not in ("role", "start", "end")}
+    facts = {name: value for name, value in turn.items() if name not in ("role", "start", "end")}
     metrics = {
         "prompt_tokens": start,
         "completion_tokens": end - start,
         "prompt_token_ids": conversation.token_ids[:start].tolist(),
         "completion_token_ids": conversation.token_ids[start:end].tolist(),
         "logprobs": conversation.logprobs[start:end].tolist(),
-        "extra": {"policy_versions": conversation.policy_versions[start:end].tolist(), **told},
+        "extra": {"policy_versions": conversation.policy_versions[start:end].tolist(), **facts},
     }
     return {"llm_call_count": 1, "metrics": metrics}

@@ -50,8 +50,8 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
         raise ValueError(f"{out} already exists; choose another name or remove it")
     parts = view.parts("opened at version" if opened else "trains iteration")
     if not parts:
-        what = "opened sessions have finished" if opened else "trajectories are committed"
-        raise ValueError(f"{run.run_id}: no {what} yet")
+        missing = "opened sessions have finished" if opened else "trajectories are committed"
+        raise ValueError(f"{run.run_id}: no {missing} yet")
     num_rows = 0
     left_out = Counter[str]()
     unlike = 0
@@ -63,7 +63,7 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
         nonlocal num_rows, unlike
         read = (read_conversations(uri, media) for uri in parts)
         for conversations in itertools.chain.from_iterable(read):
-            kept = []
+            exported = []
             for conversation in conversations:
                 if reader is not None:
                     as_seen = reader.is_as_seen(*kind.render(conversation), conversation.seen.tolist())
@@ -73,9 +73,9 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
                     left_out[row] += 1
                 else:
                     unlike += conversation.facts["as_seen"] is False
-                    kept.append(row)
-            num_rows += len(kept)
-            yield kept
+                    exported.append(row)
+            num_rows += len(exported)
+            yield exported
 
     kind.write(out, rows())
     return Exported(num_rows, left_out, unlike, unchecked)

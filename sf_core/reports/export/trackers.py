@@ -197,11 +197,11 @@ class MlflowRun:
         if known is not None:
             self._client.update_run(known, "RUNNING")
         # MLflow parameters cannot be changed once set
-        taken = self._client.get_run(known).data.params if known is not None else {}
+        known_params = self._client.get_run(known).data.params if known is not None else {}
         self._settings = [
             Param(name, value[:MLFLOW_PARAM_CHARS])
             for name, value in flatten(config.model_dump())
-            if name not in taken
+            if name not in known_params
         ]
         """Parameters not sent yet."""
 

@@ -93,10 +93,10 @@ def _distinct_tools(uri: str) -> Iterator[str]:
 def _in_parquet(tools: dict[str, list[Tool]]) -> tuple[dict[str, list[Tool]], pa.DataType]:
     """Every list of tools as read back from a Parquet column that holds them all, and the column's type; no
     tools if there is no such type."""
-    held = BytesIO()
+    file = BytesIO()
     try:
-        pq.write_table(pa.table({"tools": pa.array(tools.values())}), held)
-        column = pq.read_table(held)["tools"]
+        pq.write_table(pa.table({"tools": pa.array(tools.values())}), file)
+        column = pq.read_table(file)["tools"]
     # one field of two types, or a mapping that is always empty; large integers; halves of characters
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):
         return {}, pa.null()

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from sf_core.reports.html.session_list import SessionFacts, choose_telling, list_sessions
+from sf_core.reports.html.session_list import SessionFacts, choose_extreme, list_sessions
 from sf_core.reports.sessions import SessionSet
 from storage.media import read_picture
 from storage.tables.schema import NOT_SAMPLED, SEEING_SCHEMA, Trajectory
@@ -74,11 +74,11 @@ def embed_sessions(samplings: Sequence[SessionSet], media: str, budget: int) -> 
     ValueError if a file of sessions is missing or broken."""
     newest_first = [(sampling, list_sessions(sampling)) for sampling in reversed(samplings)]
     embedded = Embedded(num_all=sum(len(sessions) for _, sessions in newest_first))
-    told = {session.session_id for _, sessions in newest_first for session in choose_telling(sessions)}
-    for are_telling in (True, False):
+    preferred = {session.session_id for _, sessions in newest_first for session in choose_extreme(sessions)}
+    for is_preferred in (True, False):
         misses = 0
         for sampling, sessions in newest_first:
-            wanted = [session for session in sessions if (session.session_id in told) == are_telling]
+            wanted = [session for session in sessions if (session.session_id in preferred) == is_preferred]
             # blocks do not come in every size, so a little of the budget stays unused
             if wanted and misses < MAX_MISSES and embedded.num_characters < 0.98 * budget:
                 fits = _embed(embedded, sampling, wanted, media, budget)

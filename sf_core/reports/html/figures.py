@@ -55,7 +55,7 @@ def page_figures(view: RunView) -> dict[str, Any]:
     ]
     before, after, examples = compare_ends(view, view.held_out)
     pairs = [[asdict(old), asdict(new)] for old, new in examples.pairs]
-    answers = {"before": before, "after": after, "pairs": pairs, "told": examples.told}
+    answers = {"before": before, "after": after, "pairs": pairs, "selection": examples.selection}
     return {
         "iterations": rows,
         "held_out": sorted(view.held_out.items()),

@@ -44,8 +44,8 @@ def render(view: RunView, max_bytes: int) -> bytes:
     """The page as UTF-8."""
     run = view.run
     figures = page_figures(view)
-    said = _collect_texts(view)
-    base = len(_fill(run, figures, said, Embedded()))
+    texts = _collect_texts(view)
+    base = len(_render_page(run, figures, texts, Embedded()))
     if base > max_bytes:
         raise ValueError(
             f"{run.uri}: without sessions the page needs {base / 1e6:.1f} MB, but the limit is "
@@ -54,21 +54,21 @@ def render(view: RunView, max_bytes: int) -> bytes:
     # the rest is for the list of sessions and the vocabulary
     budget = int((max_bytes - base) * 0.9)
     embedded = embed_sessions(list(view.iter_session_sets()), run.media_dir, budget)
-    page = _fill(run, figures, said, embedded)
+    page = _render_page(run, figures, texts, embedded)
     while len(page) > max_bytes and embedded.blocks:
         _drop_last_block(embedded)
-        page = _fill(run, figures, said, embedded)
+        page = _render_page(run, figures, texts, embedded)
     return page
 
 
 def _drop_last_block(embedded: Embedded) -> None:
     embedded.blocks.pop()
-    kept = embedded.block_of.index(len(embedded.blocks))
-    del embedded.facts[kept:], embedded.block_of[kept:]
+    first_dropped = embedded.block_of.index(len(embedded.blocks))
+    del embedded.facts[first_dropped:], embedded.block_of[first_dropped:]
 
 
 def _collect_texts(view: RunView) -> dict[str, object]:
-    """What the page says in words: why little was learned, and the settings of the run as YAML."""
+    """The texts of the page: failures and warnings, and the settings of the run as YAML."""
     settings = view.config.model_dump(mode="json")
     return {
         "is_judged": bool(judge_rows(view.iterations)),
@@ -78,15 +78,15 @@ def _collect_texts(view: RunView) -> dict[str, object]:
     }
 
 
-def _fill(
-    run: RunDirectory, figures: dict[str, object], said: dict[str, object], embedded: Embedded
+def _render_page(
+    run: RunDirectory, figures: dict[str, object], texts: dict[str, object], embedded: Embedded
 ) -> bytes:
     data = {
         "figures": figures,
         "sessions": _session_list(embedded),
         "vocabulary": _vocabulary(run, embedded),
     }
-    return assemble("report.html", SCRIPTS, data, run_id=run.run_id, blocks=embedded.blocks, **said)
+    return assemble("report.html", SCRIPTS, data, run_id=run.run_id, blocks=embedded.blocks, **texts)
 
 
 def _session_list(embedded: Embedded) -> dict[str, object]:

@@ -52,7 +52,7 @@ def list_sessions(sampling: SessionSet) -> list[SessionFacts]:
     return [SessionFacts(kind=kind, number=number, marks=sampling.marks, **row) for row in merged.to_pylist()]
 
 
-def choose_telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
+def choose_extreme(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
     """The two most extreme sessions by each criterion: interruptions, branches, versions, tokens, reward."""
     reasons: tuple[Callable[[SessionFacts], float], ...] = (
         lambda session: session.interruptions,

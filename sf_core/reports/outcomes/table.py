@@ -35,25 +35,25 @@ def inspect_tasks(uri: str) -> RenderableType:
     rows = list(read_outcomes(view.run, before=len(view.read_committed("rollout"))))
     rollout = view.run.read_config(RunConfig).rollout
     if not rows:
-        return Text(_explain_absence(view.run.run_id, rollout.chooses))
+        return Text(_absence_text(view.run.run_id, rollout.chooses))
     rules = rollout.curriculum
     tasks = count_tasks(rows, rollout.success or Success())
     named = sorted({source for stage in rules.stages for source in stage.shares}) if rules else []
     sources = count_sources(tasks, rules.pool if rules else None, named)
     hardest, easiest = extreme_tasks(tasks, NUM_TASKS)
-    what = "unseen, right, mixed, wrong: tasks, by their newest group\nshare: of right sessions"
+    legend = "unseen, right, mixed, wrong: tasks, by their newest group\nshare: of right sessions"
     outside = sum(row["task_index"] is None for row in rows)
     if outside:
-        what += f"\ngroups from outside, whose tasks are not ours: {outside}"
+        legend += f"\ngroups from outside, whose tasks are not ours: {outside}"
     return Group(
         _sources(f"run {view.run.run_id}", sources),
         *([_tasks("\nhardest tasks", hardest)] if hardest else []),
         *([_tasks("\neasiest tasks", easiest)] if easiest else []),
-        Text("\n" + what, style="dim"),
+        Text("\n" + legend, style="dim"),
     )
 
 
-def _explain_absence(run_id: str, chooses: bool) -> str:
+def _absence_text(run_id: str, chooses: bool) -> str:
     if chooses:
         return f"run {run_id}: no batch with outcomes of its groups is committed yet"
     return (

@@ -47,7 +47,7 @@ def test_better_and_worse_tasks_are_shown_in_the_proportion_of_the_evaluation(
     shown = side_by_side(view, 0, 4)
     changes = [(old.text, new.text) for old, new in shown.pairs]
     assert changes == [("say 0", "say 1")] * 7 + [("say 1", "say 0")]
-    assert shown.told == (
+    assert shown.selection == (
         "of 64 held-out tasks, 30 became better and 4 became worse; 7 and 1 of them are shown"
     )
     assert compare_ends(view, [0, 2, 4]) == (0, 4, shown)
@@ -57,7 +57,7 @@ def test_better_and_worse_tasks_are_shown_in_the_proportion_of_the_evaluation(
 def test_tasks_that_earned_the_same_fill_the_rows() -> None:
     shown = choose_examples(earned(*[[0.5]] * 9, [0.0]), earned(*[[0.5]] * 9, [1.0]))
     assert [new.reward for _, new in shown.pairs] == [1.0, *[0.5] * (SHOWN - 1)]
-    assert shown.told == (
+    assert shown.selection == (
         "of 10 held-out tasks, 1 became better and 0 became worse; 1 and 0 of them are shown, "
         "and 7 of the others"
     )
@@ -90,7 +90,7 @@ def test_greedy_answers_are_shown_where_they_are_others(empty_run: RunDirectory)
     write_greedy(empty_run, 4, greedy)
     shown = side_by_side(RunView.open(empty_run.uri), 0, 4)
     assert [new.greedy for _, new in shown.pairs] == [None, greedy["b"]]
-    assert shown.told.endswith("; these answers are sampled, greedy ones are at temperature 0")
+    assert shown.selection.endswith("; these answers are sampled, greedy ones are at temperature 0")
     table = answers_table(shown.pairs, "before", "after")
     assert [column.header for column in table.columns] == ["task", "before", "after", "after, greedy"]
     assert [str(cell) for cell in table.columns[3].cells] == ["", "0.50  well"]

@@ -78,7 +78,7 @@ def test_answers_that_were_not_judged_do_not_count(tmp_path: Path) -> None:
     # of c nothing is known afterwards
     assert (found.won, found.lost, found.difference) == (1, 1, pytest.approx((1.0 - 0.5) / 2))
     assert found.after.solved == {1: 0.75, 2: 1.0}
-    assert [new.told for _, new in found.examples] == ["1.00", "0.00", "not judged"]
+    assert [new.reward_text for _, new in found.examples] == ["1.00", "0.00", "not judged"]
 
 
 def test_a_version_alone_has_answers_and_no_difference(tmp_path: Path) -> None:
