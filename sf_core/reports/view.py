@@ -6,13 +6,12 @@ sessions.py, and of the whole run here. tables.py, run_page.py and html/ only la
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache, cached_property
-from itertools import count, islice, takewhile
+from itertools import count, islice
 from typing import Any
 
 import pyarrow.compute as pc
@@ -81,11 +80,11 @@ class RunView:
         return self.run.read_config(RunConfig)
 
     def read_committed(self, stage: str) -> list[Manifest]:
-        """The manifests of a stage from iteration 0 to the first one in which it is not committed."""
-        found: list[Manifest] = []
-        while (manifest := self.manifest(len(found), stage)) is not None:
-            found.append(manifest)
-        return found
+        """The manifests of a stage, from iteration 0 up to the first iteration without such a manifest."""
+        manifests: list[Manifest] = []
+        while (manifest := self.manifest(len(manifests), stage)) is not None:
+            manifests.append(manifest)
+        return manifests
 
     def iteration(self, number: int) -> Iteration:
         stages: dict[str, Manifest] = {}
@@ -99,9 +98,15 @@ class RunView:
     @cached_property
     def iterations(self) -> list[Iteration]:
         """Iterations with a committed stage, in order; the last may be incomplete."""
-        last = math.inf if self._last is None else self._last
-        numbers = takewhile(lambda number: number <= last, count(self._first))
-        return [*takewhile(lambda found: found.stages.keys() & set(STAGES), map(self.iteration, numbers))]
+        iterations = []
+        for number in count(self._first):
+            if self._last is not None and number > self._last:
+                break
+            iteration = self.iteration(number)
+            if not iteration.stages.keys() & set(STAGES):
+                break
+            iterations.append(iteration)
+        return iterations
 
     @property
     def through(self) -> list[Iteration]:
@@ -124,19 +129,34 @@ class RunView:
 
     def read_held_out(self, versions: Iterable[int]) -> dict[int, float]:
         """Mean held-out reward of each of these policy versions that was evaluated."""
-        found = ((version, self.manifest(version, "evaluate")) for version in versions)
-        return {version: manifest.data["reward_mean"] for version, manifest in found if manifest is not None}
+        manifests = {version: self.manifest(version, "evaluate") for version in versions}
+        return {number: manifest.data["reward_mean"] for number, manifest in manifests.items() if manifest}
 
     @cached_property
     def rollouts(self) -> dict[int, RolloutFigures]:
         """Figures of trajectories by iteration. Raises ValueError if a file is missing or broken."""
-        found = ((i, self.find_session_set(i.number, "rollout")) for i in self.iterations)
-        return {i.number: read_rollout(i, sampling) for i, sampling in found if sampling is not None}
+        figures = {}
+        for iteration in self.iterations:
+            session_set = self.find_session_set(iteration.number, "rollout")
+            if session_set is not None:
+                figures[iteration.number] = read_rollout(iteration, session_set)
+        return figures
 
     @cached_property
     def devices(self) -> dict[int, DeviceRow]:
         """The recorded figures of devices by iteration."""
         return self.read_devices(iteration.number for iteration in self.iterations)
+
+    def read_devices(self, numbers: Iterable[int]) -> dict[int, DeviceRow]:
+        """The recorded figures of devices in these iterations, by iteration."""
+        uris = {number: self.run.metrics_file("devices", number) for number in numbers}
+        return {number: read_metrics(uri)[0] for number, uri in uris.items() if files.exists(uri)}
+
+    def count_sampled(self, number: int) -> float | None:
+        """Tokens that all devices sampled in an iteration's window, discarded tokens included; None if no
+        figures are recorded."""
+        row = self.devices.get(number)
+        return None if row is None else row["tokens_rollout_only"] + row["tokens_lent"]
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -145,28 +165,35 @@ class RunView:
 
     @property
     def tokens_sampled(self) -> int:
-        """Tokens that engines sampled, whatever became of them."""
+        """Tokens that engines sampled, discarded tokens included."""
         return sum(span.tokens for span in self.spans)
 
     @property
     def failures(self) -> dict[str, int]:
         """Numbers of failed training sessions that count, by the reason."""
-        return sum_failures(
-            failures_of(i.stages["rollout"]) for i in self.iterations if "rollout" in i.stages
-        )
+        return sum_failures(map(failures_of, self._rollout_manifests))
+
+    @property
+    def held_out_failures(self) -> dict[str, int]:
+        """Numbers of failed held-out sessions, by the reason."""
+        manifests = (self.manifest(version, "evaluate") for version in self._versions)
+        return sum_failures(map(failures_of, filter(None, manifests)))
 
     def count_reports(self, kind: str) -> int:
         """Reports of this kind on sessions that had ended (`late_reports`, `refused_reports`)."""
-        return sum(i.stages["rollout"].data.get(kind, 0) for i in self.iterations if "rollout" in i.stages)
+        return sum(manifest.data.get(kind, 0) for manifest in self._rollout_manifests)
+
+    @property
+    def _rollout_manifests(self) -> list[Manifest]:
+        return [i.stages["rollout"] for i in self.iterations if "rollout" in i.stages]
 
     @property
     def runners(self) -> dict[str, dict[str, float]]:
-        """CPU seconds of each worker of agents, and sessions that have ended there."""
+        """CPU seconds of each worker of agents, and the number of sessions that have ended there."""
         total: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for iteration in self.iterations:
-            if (rollout := iteration.stages.get("rollout")) is not None:
-                for name, spent in runners_of(rollout.data).items():
-                    total[name].update(spent)
+        for manifest in self._rollout_manifests:
+            for name, spent in runners_of(manifest.data).items():
+                total[name].update(spent)
         return {
             name: {
                 "sessions": spent["num_ended"],
@@ -176,25 +203,8 @@ class RunView:
             for name, spent in total.items()
         }
 
-    @property
-    def held_out_failures(self) -> dict[str, int]:
-        """Numbers of failed held-out sessions, by the reason."""
-        manifests = (self.manifest(version, "evaluate") for version in self._versions)
-        return sum_failures(failures_of(manifest) for manifest in manifests if manifest is not None)
-
-    def count_sampled(self, number: int) -> float | None:
-        """Tokens that all devices sampled in an iteration's window, whatever became of them; None where
-        nothing is recorded."""
-        row = self.devices.get(number)
-        return None if row is None else row["tokens_rollout_only"] + row["tokens_lent"]
-
-    def read_devices(self, numbers: Iterable[int]) -> dict[int, DeviceRow]:
-        """The recorded figures of devices in these iterations, by iteration."""
-        uris = {number: self.run.metrics_file("devices", number) for number in numbers}
-        return {number: read_metrics(uri)[0] for number, uri in uris.items() if files.exists(uri)}
-
     def progress(self) -> NewestFigures:
-        """How far the run is, from its newest manifests only."""
+        """Figures of the newest manifests. Reads no older ones."""
         names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(self.run.path("manifests"))]
         numbers = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
@@ -211,7 +221,7 @@ class RunView:
         )
 
     def describe_adapter(self) -> str:
-        """What the run trains in place of all weights, in words; empty if it trains these."""
+        """The adapter that the run trains, in words; empty if the run trains all weights."""
         start = self.manifest(None, "start")
         adapter = None if start is None else start.data.get("adapter")
         if adapter is None:
@@ -222,8 +232,8 @@ class RunView:
         )
 
     def list_kept_versions(self) -> list[int]:
-        """Published versions whose weights are there, in order; 0 is the start folder. A run that goes on
-        removes others (`train.keep_weights`)."""
+        """Published versions whose weights are stored, in order; 0 is the start folder. A run removes others
+        (`train.keep_weights`)."""
         if not self._has_start():
             return []
         published = self.progress().published
@@ -234,8 +244,8 @@ class RunView:
         return files.exists(files.join(self.run.start_dir, "config.json"))
 
     def weights_of(self, version: int) -> str:
-        """Folder of the weights of a published version. Raises ValueError, one sentence with those that are
-        kept, if they are not there."""
+        """Folder of the weights of a published version. Raises ValueError, one sentence with the stored
+        versions, if the weights are not stored."""
         folder = self.run.version_dir(version)
         if self._has_start() and (
             version == 0 or (version <= self.progress().published and has_weights(folder))
@@ -252,23 +262,24 @@ class RunView:
         )
 
     def iter_session_sets(self) -> Iterator[SessionSet]:
-        """All committed sessions by iteration and evaluation, in order; then those opened by agents, whose
-        files no manifest names."""
+        """All committed sessions by iteration and evaluation, in order; then the sessions opened by agents,
+        whose files no manifest names."""
         for number in count():
-            found = [self.find_session_set(number, stage) for stage in ("evaluate", "rollout")]
-            if not any(found):
+            session_sets = [self.find_session_set(number, stage) for stage in ("evaluate", "rollout")]
+            if not any(session_sets):
                 break
-            yield from filter(None, found)
+            yield from filter(None, session_sets)
         for number, uris in self.run.list_partitions("opened").items():
             yield SessionSet("opened at version", number, uris)
 
     def parts(self, kind: SessionKind) -> list[str]:
         """URIs of the trajectories of one kind, in order."""
-        return [uri for found in self.iter_session_sets() if found.kind == kind for uri in found.uris]
+        session_sets = [found for found in self.iter_session_sets() if found.kind == kind]
+        return [uri for session_set in session_sets for uri in session_set.uris]
 
     def find_session_set(self, number: int, stage: str) -> SessionSet | None:
-        """The sessions of the `rollout` of an iteration, or of `evaluate` of a version; None if that is not
-        committed."""
+        """The sessions of the `rollout` of an iteration, or of `evaluate` of a version; None if the stage is
+        not committed."""
         if (manifest := self.manifest(number, stage)) is None:
             return None
         kinds = ("trajectories/", "evaluations/")
@@ -290,15 +301,15 @@ class RunView:
     def find_session(self, session_id: str) -> tuple[SessionSet, list[Trajectory]]:
         """The branches of one session, and the set that it is in. Raises ValueError with one sentence, and
         similar ids, if there is none."""
-        seen: list[str] = []
-        for sampling in self.iter_session_sets():
-            for uri in sampling.uris:
+        other_ids: set[str] = set()
+        for session_set in self.iter_session_sets():
+            for uri in session_set.uris:
                 ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
                 if session_id in ids:
                     table = read_trajectories(uri, SEEING_SCHEMA.names)
-                    return sampling, to_rows(table.filter(pc.equal(table["session_id"], session_id)))
-                seen.extend(ids)
-        hint = did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
+                    return session_set, to_rows(table.filter(pc.equal(table["session_id"], session_id)))
+                other_ids.update(ids)
+        hint = did_you_mean(session_id, sorted(other_ids)) if other_ids else "; none is committed yet"
         raise ValueError(f"{self.run.run_id}: no session {session_id!r}{hint}")
 
 
@@ -315,12 +326,12 @@ def _no_run_error(uri: str, run: RunDirectory) -> ValueError:
 
 
 def _list_runs(folder: str, name: str) -> str:
-    """The runs in a folder, in words, those first whose names are most like this one."""
-    names = [found.rsplit("/", 1)[-1] for found in files.list_folders(folder)]
-    names.sort(key=lambda found: -SequenceMatcher(None, name, found).ratio())
-    are_runs = (found for found in names if RunDirectory(files.join(folder, found)).exists())
-    # each costs a request to a remote storage
-    runs = [*islice(are_runs, LISTED_RUNS + 1)]
+    """The runs in a folder, in words. The names most similar to `name` come first."""
+    candidates = [uri.rsplit("/", 1)[-1] for uri in files.list_folders(folder)]
+    candidates.sort(key=lambda candidate: -SequenceMatcher(None, name, candidate).ratio())
+    existing = (candidate for candidate in candidates if RunDirectory(files.join(folder, candidate)).exists())
+    # each check is a request to a remote storage
+    runs = [*islice(existing, LISTED_RUNS + 1)]
     if not runs:
         return f"{folder} has no runs"
     listed = ", ".join([*runs[:LISTED_RUNS], *("..." for _ in runs[LISTED_RUNS:])])
