@@ -23,7 +23,7 @@ class Iteration:
     """The manifest that ended the iteration before."""
 
     @property
-    def is_through(self) -> bool:
+    def is_complete(self) -> bool:
         return all(stage in self.stages for stage in STAGES)
 
     @property
@@ -40,7 +40,7 @@ class Iteration:
 
     @property
     def window(self) -> Window:
-        """From the end of the iteration before to its own end, once it is through; for an attempt's first
+        """From the end of the iteration before to its own end, once it is complete; for an attempt's first
         iteration, from the start of the first stage that this attempt committed."""
         last = self.stages["publish"]
         before = self.published_before

@@ -94,8 +94,8 @@ class Run:
             row["iteration"] = iteration.number
             # an iteration makes the next version
             row["held_out"] = view.held_out.get(iteration.number + 1)
-            row["published"] = iteration.is_through
-            row["seconds"] = iteration.seconds if iteration.is_through else None
+            row["published"] = iteration.is_complete
+            row["seconds"] = iteration.seconds if iteration.is_complete else None
             rows.append(row)
         trained = [iteration.number for iteration in sampled if "train" in iteration.stages]
         return self._with_metrics(rows, ITERATIONS, "train", trained)

@@ -43,8 +43,8 @@ class RunPage:
         self._held_out: dict[int, float] = {}
 
     def update(self, newest: int) -> None:
-        """Read what is committed up to this iteration, which must be through. Also records device figures and
-        writes event files, as far as they are due."""
+        """Read what is committed up to this iteration, which must be complete. Also record the figures of
+        devices, and write the event files that are missing."""
         view = RunView(self._run)
         record_devices(view, newest)
         write_events(self._run, newest)
@@ -61,7 +61,7 @@ class RunPage:
 
     @property
     def progress(self) -> float:
-        """Percentage of iterations that are through."""
+        """Percentage of complete iterations."""
         return 100 * (max(self._rows, default=-1) + 1) / self._config.train.iterations
 
     @property

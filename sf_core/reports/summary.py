@@ -36,7 +36,7 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     """
     planned = config.train.iterations
     view = view.between(0, planned - 1)
-    iterations = view.through
+    iterations = view.complete_iterations
     windows = list(view.windows.values())
     if len(iterations) < planned:
         raise ValueError(f"{view.run.run_id}: iteration {len(iterations)} is not committed")

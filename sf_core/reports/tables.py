@@ -86,7 +86,7 @@ def inspect_run(uri: str) -> RenderableType:
     for iteration in view.iterations:
         kinds = [groups[iteration.number]] if chooses else []
         stages = " ".join(stage[0].upper() if stage in iteration.stages else "." for stage in STAGES)
-        table.add_row(*_figures(view, iteration.number), *kinds, stages)
+        table.add_row(*_iteration_cells(view, iteration.number), *kinds, stages)
     footer = [*run_failures(view), *sum_judges(view.iterations)]
     if adapter := view.describe_adapter():
         footer.append(adapter)
@@ -99,7 +99,7 @@ def inspect_run(uri: str) -> RenderableType:
         footer.append(f"their tasks: sf inspect {uri} --tasks")
     if view.iterations and (last := view.rollouts.get(view.iterations[-1].number)) is not None:
         footer.append(f"one session: sf inspect {uri} --session {last.example}")
-    return Group(table, _devices(view), Text("\n" + "\n".join(footer), style="dim"))
+    return Group(table, _devices_table(view), Text("\n" + "\n".join(footer), style="dim"))
 
 
 def run_data(uri: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def inspect_timeline(uri: str) -> RenderableType:
     record_devices(view, len(view.iterations) - 1)
     write_timelines(view)
     drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
-    return Group(_devices(view), Text(drawn, style="dim"))
+    return Group(_devices_table(view), Text(drawn, style="dim"))
 
 
 def inspect_session(uri: str, session_id: str) -> RenderableType:
@@ -142,17 +142,17 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     head = Text.assemble(
         (f"session {session_id}, {sampling.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
-        f"{row.status}  reward {_reward(row)}  {max(0.0, row.finished_at - row.started_at):.2f} s\n",
+        f"{row.status}  reward {_reward_text(row)}  {max(0.0, row.finished_at - row.started_at):.2f} s\n",
         (f"«{sampling.marks[0]}»", TRAINED),
         "  ",
         (f"«{sampling.marks[1]}»", CARRIED),
     )
-    branches = [_branch(row, decode, fate) for row in found]
+    branches = [_branch_table(row, decode, fate) for row in found]
     judged = judgements_of(view, sampling, session_id)
     if has_images:
-        branches.append(_images(view.run, found))
-    parts = [*branches, *([] if row.output is None else [_output(row.output)])]
-    return Group(head, *parts, *([_judgements(judged)] if judged else []))
+        branches.append(_images_table(view.run, found))
+    parts = [*branches, *([] if row.output is None else [_output_text(row.output)])]
+    return Group(head, *parts, *([_judgements_text(judged)] if judged else []))
 
 
 def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], before: str, after: str) -> Table:
@@ -186,7 +186,7 @@ def device_cells(figures: Mapping[int, DeviceRow]) -> tuple[list[str], list[list
     devices = sorted({name for row in figures.values() for name in row if name.startswith("idle_")})
     names = {name: f"idle {name.removeprefix('idle_')}" for name in devices[:MAX_DEVICES]} | DEVICE_COLUMNS
     rows = [
-        [str(iteration), *(_device_cell(name, row) for name in names), _lags(row)]
+        [str(iteration), *(_device_cell(name, row) for name in names), _lag_cell(row)]
         for iteration, row in sorted(figures.items())
     ]
     return ["#", *names.values(), "tokens by lag"], rows
@@ -204,11 +204,11 @@ def _device_cell(name: str, row: DeviceRow) -> str:
     return f"{value:.2f}" if name.endswith("_s") else f"{value:,.0f}"
 
 
-def _lags(row: DeviceRow) -> str:
+def _lag_cell(row: DeviceRow) -> str:
     return " ".join(f"{number:,.0f}" for name, number in row.items() if name.startswith("lag_"))
 
 
-def _devices(view: RunView) -> RenderableType:
+def _devices_table(view: RunView) -> RenderableType:
     """Table of the device figures recorded so far."""
     if not view.devices:
         return Text()
@@ -222,7 +222,7 @@ def _devices(view: RunView) -> RenderableType:
     return table
 
 
-def _figures(view: RunView, number: int) -> list[str]:
+def _iteration_cells(view: RunView, number: int) -> list[str]:
     """The cells of an iteration, in the order of the headings."""
     sampled = view.count_sampled(number)
     figures = view.rollouts.get(number)
@@ -252,14 +252,14 @@ def shorten_number(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
+def _branch_table(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     sampled = row.policy_versions != NOT_SAMPLED
-    branch = _short(row, row.branch_id)
-    parent = _short(row, row.parent_branch_id)
+    branch = _short_id(row, row.branch_id)
+    parent = _short_id(row, row.parent_branch_id)
     title = f"\nbranch {branch}" + (f" of {parent}" if parent else "")
     title += f"  {len(row.token_ids)} tokens, {sampled.sum()} sampled, {row.loss_mask.sum()} {fate}"
-    title += f"  versions {_range(row.policy_versions)}  interruptions {row.interruptions}"
-    title += f"\ntools: {_tools(row.tools)}" if row.tools is not None else ""
+    title += f"  versions {_version_range(row.policy_versions)}  interruptions {row.interruptions}"
+    title += f"\ntools: {_tool_names(row.tools)}" if row.tools is not None else ""
     table = make_table()
     scored = any(turn.reward is not None for turn in row.turns)
     for name in ("role", "tokens", "finish", "engine", "versions", *(["reward"] if scored else [])):
@@ -276,7 +276,7 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
             f"{turn.start}-{turn.end}",
             turn.finish_reason or "",
             Text(make_printable(turn.engine or "")),
-            _range(row.policy_versions[turn.start : turn.end]),
+            _version_range(row.policy_versions[turn.start : turn.end]),
             *(["" if turn.reward is None else f"{turn.reward:g}"] if scored else []),
             _turn_text(row, turn, decode),
         )
@@ -284,7 +284,7 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     return Group(Text(title, style="italic"), table)
 
 
-def _images(run: RunDirectory, rows: Sequence[Trajectory]) -> RenderableType:
+def _images_table(run: RunDirectory, rows: Sequence[Trajectory]) -> RenderableType:
     table = make_table("\nwhat was seen")
     for name in ("branch", "tokens", "pixels", "file"):
         table.add_column(name, overflow="fold")
@@ -293,16 +293,16 @@ def _images(run: RunDirectory, rows: Sequence[Trajectory]) -> RenderableType:
             span = f"{image.start}-{image.start + image.length}"
             size = f"{image.width} by {image.height}"
             file = media_file(run.media_dir, image.sha256)
-            table.add_row(_short(row, row.branch_id), span, size, Text(file))
+            table.add_row(_short_id(row, row.branch_id), span, size, Text(file))
     return table
 
 
-def _output(text: str) -> RenderableType:
+def _output_text(text: str) -> RenderableType:
     lines = "\n".join(map(make_printable, text.splitlines()))
     return Text.assemble(("\nwhat the command wrote\n", "italic"), lines)
 
 
-def _judgements(judged: Sequence[Judgement]) -> RenderableType:
+def _judgements_text(judged: Sequence[Judgement]) -> RenderableType:
     lines = [
         f"{judgement.judge or 'noted'}: {make_printable(describe_judgement(judgement))}"
         for judgement in judged
@@ -310,12 +310,12 @@ def _judgements(judged: Sequence[Judgement]) -> RenderableType:
     return Text.assemble(("\nwhat judges said, and what was noted\n", "italic"), "\n".join(lines))
 
 
-def _tools(definitions: str) -> str:
+def _tool_names(definitions: str) -> str:
     """Names of the tools, as text."""
     return make_printable(", ".join(tool["function"]["name"] for tool in load_json(definitions)))
 
 
-def _short(row: Trajectory, branch_id: str | None) -> str:
+def _short_id(row: Trajectory, branch_id: str | None) -> str:
     return (branch_id or "").removeprefix(f"{row.session_id}.")
 
 
@@ -338,7 +338,7 @@ def make_printable(text: str) -> str:
     return "".join(c if c.isprintable() else show(c) for c in shown)
 
 
-def _range(versions: np.ndarray) -> str:
+def _version_range(versions: np.ndarray) -> str:
     sampled = versions[versions != NOT_SAMPLED]
     if not len(sampled):
         return ""
@@ -347,7 +347,7 @@ def _range(versions: np.ndarray) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _reward(row: Trajectory) -> str:
+def _reward_text(row: Trajectory) -> str:
     if row.reward is None:
         return "none"
     parts = ", ".join(f"{make_printable(name)} {value:g}" for name, value in row.reward_parts.items())

@@ -109,13 +109,13 @@ class RunView:
         return iterations
 
     @property
-    def through(self) -> list[Iteration]:
-        return [iteration for iteration in self.iterations if iteration.is_through]
+    def complete_iterations(self) -> list[Iteration]:
+        return [iteration for iteration in self.iterations if iteration.is_complete]
 
     @property
     def windows(self) -> dict[int, Window]:
-        """Windows of the iterations that are through, by number."""
-        return {iteration.number: iteration.window for iteration in self.through}
+        """Windows of the complete iterations, by number."""
+        return {iteration.number: iteration.window for iteration in self.complete_iterations}
 
     @cached_property
     def held_out(self) -> dict[int, float]:

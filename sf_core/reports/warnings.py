@@ -51,13 +51,13 @@ def run_failures(view: RunView) -> list[str]:
 
 
 def iteration_warnings(view: RunView, number: int, config: RunConfig) -> dict[str, str]:
-    """Sentences about an iteration that is through, by kind."""
+    """The warnings about a complete iteration, by kind."""
     return dict(_find_warnings(view, number, config))
 
 
 def run_warnings(view: RunView) -> list[str]:
-    """See `merge_warnings`, of all iterations that are through."""
-    return merge_warnings([iteration_warnings(view, i.number, view.config) for i in view.through])
+    """The merged warnings of all complete iterations."""
+    return merge_warnings([iteration_warnings(view, i.number, view.config) for i in view.complete_iterations])
 
 
 def merge_warnings(by_iteration: Collection[Mapping[str, str]]) -> list[str]:

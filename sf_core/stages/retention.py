@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from sf_core.config import RunConfig, TrainConfig
-from sf_core.reports.states import check_idle, is_finished, is_served
+from sf_core.reports.states import check_idle, dataplane_state, is_finished
 from sf_core.reports.view import RunView
 from storage import files
 from storage.media import media_file
@@ -94,7 +94,7 @@ def find_removable(run: RunDirectory, limits: RetentionLimits) -> list[Removable
     found += [("measurement", measured.uri) for measured in _find_interrupted(run)]
     found += [("picture", uri) for uri in _find_unused_images(run, finished)]
     # a data plane that still knows the run has the file open
-    if not limits.journals and finished and is_served(run) == "no":
+    if not limits.journals and finished and dataplane_state(run) == "absent":
         found.append(("journal", run.journal_dir))
     uploads = [Removable(run, "upload", upload.uri, upload.bytes, upload) for upload in list_uploads(run.uri)]
     return [*_removables(run, found), *uploads]
@@ -186,7 +186,7 @@ def _find_unused_images(run: RunDirectory, finished: bool) -> list[str]:
     """Images that no trajectory has. None if the run goes on or a data plane knows the run, because sessions
     that are not written yet may have them."""
     images = files.list_files(run.media_dir)
-    if not images or not finished or is_served(run) != "no":
+    if not images or not finished or dataplane_state(run) != "absent":
         return []
     kinds: tuple[TrajectoryKind, ...] = get_args(TrajectoryKind)
     parts = [uri for kind in kinds for uris in run.list_partitions(kind).values() for uri in uris]
@@ -201,4 +201,4 @@ def _find_interrupted(run: RunDirectory) -> list[RunDirectory]:
     weights."""
     measured = [RunDirectory(uri) for uri in files.list_folders(run.measured_dir)]
     without_result = [run for run in measured if run.read_manifest(0, "evaluate") is None]
-    return [run for run in without_result if is_served(run) != "running"]
+    return [run for run in without_result if dataplane_state(run) != "running"]

@@ -30,7 +30,7 @@ _MARK = re.compile(rf"\n<!-- {_MARKED}: ([0-9a-f]{{64}}) -->\n\Z")
 
 
 def write_card(view: RunView, config: RunConfig) -> bool:
-    """Write the card and its chart into the policy folder of a run that is through. A card that somebody
+    """Write the card and its chart into the policy folder of a complete run. A card that somebody
     has edited stays as it is: then False is returned."""
     run = view.run
     uri = join(view.run.policy_dir, CARD)
@@ -40,7 +40,7 @@ def write_card(view: RunView, config: RunConfig) -> bool:
     if is_edited and found != read_if_there(join(run.start_dir, CARD)):
         return False
     view = view.between(0, config.train.iterations - 1)
-    rewards = {iteration.number: iteration.reward for iteration in view.through}
+    rewards = {iteration.number: iteration.reward for iteration in view.complete_iterations}
     write_atomic(join(run.policy_dir, CHART), draw_curve(rewards, view.held_out))
     comparison = compare_versions(view, 0, config.train.iterations)
     sees = read_sight(run.start_dir) is not None

@@ -28,26 +28,26 @@ MOST_CHARACTERS = 80
 
 def run_figures(view: RunView, name: str) -> dict[str, Any]:
     """Curves and results of one run. Raises ValueError if a committed file is broken."""
-    through = view.through
-    seconds = accumulate(iteration.seconds for iteration in through)
-    tokens = accumulate(iteration.sampled_tokens for iteration in through)
+    complete = view.complete_iterations
+    seconds = accumulate(iteration.seconds for iteration in complete)
+    tokens = accumulate(iteration.sampled_tokens for iteration in complete)
     return {
         "name": name,
         "due": view.config.train.iterations,
         # where each iteration ends on the axes of the page
         "reached": [
             {"iterations": iteration.number + 1, "seconds": second, "tokens": token}
-            for iteration, second, token in zip(through, seconds, tokens, strict=True)
+            for iteration, second, token in zip(complete, seconds, tokens, strict=True)
         ],
-        "rows": [_row(iteration) for iteration in through],
+        "rows": [_iteration_figures(iteration) for iteration in complete],
         "held_out": sorted(view.held_out.items()),
-        "best": _measured(view, max(view.held_out, key=view.held_out.__getitem__, default=None)),
-        "last": _measured(view, max(view.held_out, default=None)),
+        "best": _held_out_figures(view, max(view.held_out, key=view.held_out.__getitem__, default=None)),
+        "last": _held_out_figures(view, max(view.held_out, default=None)),
         "failed": sum(view.failures.values()),
     }
 
 
-def _row(iteration: Iteration) -> dict[str, float | None]:
+def _iteration_figures(iteration: Iteration) -> dict[str, float | None]:
     return {name: iteration.stages["train"].data.get(name) for name in TRAINING} | {
         "reward": iteration.reward,
         "lag": iteration.lag,
@@ -55,7 +55,7 @@ def _row(iteration: Iteration) -> dict[str, float | None]:
     }
 
 
-def _measured(view: RunView, version: int | None) -> dict[str, float | None] | None:
+def _held_out_figures(view: RunView, version: int | None) -> dict[str, float | None] | None:
     """Held-out reward of a version, with its standard error over tasks if the sessions are still stored."""
     if version is None:
         return None
@@ -93,26 +93,26 @@ def differing_settings(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
     settings = []
     for key in sorted(differing - {"run_id"}):
         # of a section that some runs do not have, its settings are not listed apart
-        if differing.isdisjoint(_sections(key)):
-            values = [_shown(config, key) for config in configs]
-            settings.append({"key": key, "values": _cut(values)})
+        if differing.isdisjoint(_parent_sections(key)):
+            values = [_value_text(config, key) for config in configs]
+            settings.append({"key": key, "values": _cut_to_difference(values)})
     return settings
 
 
-def _sections(key: str) -> Iterator[str]:
+def _parent_sections(key: str) -> Iterator[str]:
     while "." in key:
         key = key.rpartition(".")[0]
         yield key
 
 
-def _shown(config: RunConfig, key: str) -> str:
+def _value_text(config: RunConfig, key: str) -> str:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
     return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
 
 
-def _cut(texts: Sequence[str]) -> list[str]:
+def _cut_to_difference(texts: Sequence[str]) -> list[str]:
     """The texts, or if one is too long, of each the part around the first character in which they differ."""
     is_long = max(map(len, texts)) > MOST_CHARACTERS
     start = max(0, common_length(texts) - MOST_CHARACTERS // 2) if is_long else 0

@@ -50,10 +50,10 @@ def sum_judges(iterations: Iterable[Iteration]) -> list[str]:
     of_judge = defaultdict[str, list[dict[str, Any]]](list)
     for row in judge_rows(iterations):
         of_judge[row["judge"]].append(row)
-    return [f"judge {name}: {_sum(own)}" for name, own in of_judge.items()]
+    return [f"judge {name}: {_judge_sentence(own)}" for name, own in of_judge.items()]
 
 
-def _sum(rows: list[dict[str, Any]]) -> str:
+def _judge_sentence(rows: list[dict[str, Any]]) -> str:
     calls, tokens, cached, unread = (sum(row[name] for row in rows) for name in _SUMS)
     slowest = max(row["p95_seconds"] for row in rows)
     agreeing = [row["agreement"] for row in rows if row["agreement"] is not None]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.messages import Message, text_of
-from sf_core.reports.export.conversations import UNTOLD, Format, Row, StoredChat, Turn
+from sf_core.reports.export.conversations import SAMPLED_UNKNOWN, Format, Row, StoredChat, Turn
 from storage import files
 from storage.json_files import load_json
 
@@ -30,7 +30,7 @@ class Atif(Format):
 
     def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.sampled is None:
-            return UNTOLD
+            return SAMPLED_UNKNOWN
         facts = conversation.facts | {"parent_branch_id": conversation.parent_branch_id}
         agent = {
             "name": "seamlessflow",

@@ -25,7 +25,7 @@ FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environ
 MAX_ROWS = 256
 """Number of rows held at once."""
 
-UNTOLD = "it is unknown which answers were sampled"
+SAMPLED_UNKNOWN = "it is unknown which answers were sampled"
 
 Turn = dict[str, Any]
 """An element of the column `turns`."""
@@ -155,7 +155,7 @@ def _parts_of(message: Message) -> list[dict[str, Any]]:
 
 _MARK = "<image>"
 
-SPELLED = f"a text contains {_MARK}"
+HAS_MARK = f"a text contains {_MARK}"
 """Why a conversation with pictures is left out: a reader would take the text for a picture."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.reports.export.conversations import SPELLED, Format, Row, StoredChat, mark_pictures
+from sf_core.reports.export.conversations import HAS_MARK, Format, Row, StoredChat, mark_pictures
 
 
 class ShareGpt(Format):
@@ -17,7 +17,7 @@ class ShareGpt(Format):
     def convert(self, conversation: StoredChat) -> Row | str:
         messages = mark_pictures(conversation)
         if messages is None:
-            return SPELLED
+            return HAS_MARK
         system = [message["content"] for message in messages if message["role"] == "system"]
         turns: list[dict[str, str]] = []
         for message in messages:

@@ -88,39 +88,39 @@ class Trackers:
                 f"track.{name} is set, but {name} is not installed; "
                 "it comes with the extra [trackers] of seamlessflow"
             )
-        self._feeds = [_Feed(run, config, name) for name in chosen if chosen[name]]
+        self._senders = [_Sender(run, config, name) for name in chosen if chosen[name]]
         self._last = config.train.iterations - 1
         self._end: End = "finished"
-        self._due: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="trackers", daemon=True)
 
     def __enter__(self) -> Trackers:
-        if self._feeds:
+        if self._senders:
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self._feeds:
+        if not self._senders:
             return
         if kind is not None:
             # interruptions of a flow do not derive from Exception
             self._end = "failed" if issubclass(kind, Exception) else "interrupted"
         self.send(self._last)
-        self._due.put(None)
+        self._queue.put(None)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
             log.warning("trackers did not accept the last metrics within %.0f s", PATIENCE_S)
 
     def send(self, newest: int) -> None:
         """Queue the metrics of iterations up to `newest` and evaluations of their policies. Does not wait."""
-        self._due.put(newest)
+        self._queue.put(newest)
 
     def _send_all(self) -> None:
-        while (newest := self._due.get()) is not None:
-            for feed in self._feeds:
-                feed.send(newest)
-        for feed in self._feeds:
-            feed.close(self._end)
+        while (newest := self._queue.get()) is not None:
+            for sender in self._senders:
+                sender.send(newest)
+        for sender in self._senders:
+            sender.close(self._end)
 
 
 class _Tracker(Protocol):
@@ -134,7 +134,7 @@ class _Tracker(Protocol):
     def close(self, end: End) -> None: ...
 
 
-class _Feed:
+class _Sender:
     """Sends one tracker what it has not been sent yet."""
 
     def __init__(self, run: RunDirectory, config: RunConfig, name: str) -> None:
@@ -145,19 +145,19 @@ class _Feed:
 
     def send(self, newest: int) -> None:
         with self._log_failure("its metrics"):
-            note = self._read_note()
+            progress = self._read_progress()
             for kind in KINDS:
-                for number, points in newer_points(self._run, kind, note["sent"].get(kind, -1), newest):
-                    self._open(note).send(kind, points)
-                    note["sent"][kind] = number
-                    self._write_note(note)
+                for number, points in newer_points(self._run, kind, progress["sent"].get(kind, -1), newest):
+                    self._tracker_run(progress).send(kind, points)
+                    progress["sent"][kind] = number
+                    self._write_progress(progress)
 
     def close(self, end: End) -> None:
         with self._log_failure("how it ended"):
-            note = self._read_note()
+            progress = self._read_progress()
             # even if this attempt sent nothing: an earlier one may have ended in another state
-            if "run_id" in note:
-                self._open(note).close(end)
+            if "run_id" in progress:
+                self._tracker_run(progress).close(end)
 
     @contextmanager
     def _log_failure(self, what: str) -> Iterator[None]:
@@ -166,25 +166,25 @@ class _Feed:
         except Exception as error:  # the run matters more than its curves
             log.warning("run %s: %s did not accept %s: %s", self._run.run_id, self._name, what, error)
 
-    def _open(self, note: dict[str, Any]) -> _Tracker:
+    def _tracker_run(self, progress: dict[str, Any]) -> _Tracker:
         """The run in the tracker; its id is noted at once, even if the tracker then accepts nothing."""
         if self._tracker is None:
-            self._tracker = _MAKE[self._name](self._config, note.get("run_id"))
-            note["run_id"] = self._tracker.run_id
-            self._write_note(note)
+            self._tracker = _MAKE[self._name](self._config, progress.get("run_id"))
+            progress["run_id"] = self._tracker.run_id
+            self._write_progress(progress)
         return self._tracker
 
     @property
-    def _note_uri(self) -> str:
+    def _progress_uri(self) -> str:
         return self._run.path("trackers", f"{self._name}.json")
 
-    def _read_note(self) -> dict[str, Any]:
-        if not files.exists(self._note_uri):
+    def _read_progress(self) -> dict[str, Any]:
+        if not files.exists(self._progress_uri):
             return {"sent": {}}
-        return dict(load_json(files.read_bytes(self._note_uri)))
+        return dict(load_json(files.read_bytes(self._progress_uri)))
 
-    def _write_note(self, note: dict[str, Any]) -> None:
-        files.write_atomic(self._note_uri, json.dumps(note).encode())
+    def _write_progress(self, progress: dict[str, Any]) -> None:
+        files.write_atomic(self._progress_uri, json.dumps(progress).encode())
 
 
 class MlflowRun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sf_core.reports.export.conversations import UNTOLD, Format, Row, StoredChat
+from sf_core.reports.export.conversations import SAMPLED_UNKNOWN, Format, Row, StoredChat
 
 
 class Trl(Format):
@@ -12,7 +12,7 @@ class Trl(Format):
 
     def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.trained is None:
-            return UNTOLD
+            return SAMPLED_UNKNOWN
         first = conversation.trained.index(True) if True in conversation.trained else 0
         if not first:
             return "no prompt before a sampled answer"

@@ -16,9 +16,9 @@ from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.reports.export.conversations import (
     FACTS,
+    HAS_MARK,
     MAX_ROWS,
-    SPELLED,
-    UNTOLD,
+    SAMPLED_UNKNOWN,
     Format,
     Rendered,
     Row,
@@ -48,7 +48,7 @@ class Verl(Format):
 
     def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.trained is None:
-            return UNTOLD
+            return SAMPLED_UNKNOWN
         if True not in conversation.trained:
             return "no sampled answer"
         tools = conversation.tools
@@ -57,7 +57,7 @@ class Verl(Format):
         marked = mark_pictures(conversation)
         facts = conversation.facts
         if marked is None:
-            return SPELLED
+            return HAS_MARK
         messages = self._messages(conversation, marked)
         columns = {"data_source": facts["environment"], "extra_info": facts}
         if conversation.pictures is not None:

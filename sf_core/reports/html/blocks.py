@@ -100,7 +100,7 @@ def _embed(
     rows: dict[str, list[Trajectory]] = {session.session_id: [] for session in sessions}
     for row in to_rows(table.filter(pc.is_in(table["session_id"], wanted))):
         rows[row.session_id].append(row)
-    for part in _parts(sessions):
+    for part in _split(sessions):
         branches = [rows[session.session_id] for session in part]
         block = compress(encode_block(branches, media))
         if embedded.num_characters + len(block) > budget:
@@ -113,7 +113,7 @@ def _embed(
     return len(embedded.blocks) > num_before
 
 
-def _parts(sessions: Sequence[SessionFacts]) -> Iterator[list[SessionFacts]]:
+def _split(sessions: Sequence[SessionFacts]) -> Iterator[list[SessionFacts]]:
     part: list[SessionFacts] = []
     for session in sessions:
         if part and sum(other.tokens for other in part) + session.tokens > BLOCK_TOKENS:
@@ -136,7 +136,7 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]], media: str) -> bytes:
         for row in branches:
             parent = row.parent_branch_id if row.parent_branch_id in ids else None
             shared = row.shared_prefix if parent is not None else 0
-            entries.append(_branch(row, parent, shared, reached))
+            entries.append(_describe_branch(row, parent, shared, reached))
             own.append((row, slice(shared, None)))
             reached += len(row.token_ids) - shared
         described.append(
@@ -156,13 +156,13 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]], media: str) -> bytes:
     arrays = [
         np.concatenate([row.token_ids[span] for row, span in own]).astype("<i4"),
         np.concatenate([row.policy_versions[span] for row, span in own]).astype("<i4"),
-        np.concatenate([_thousandths(row.logprobs[span]) for row, span in own]).astype("<i2"),
-        np.concatenate([_states(row)[span] for row, span in own]).astype("u1"),
+        np.concatenate([_in_thousandths(row.logprobs[span]) for row, span in own]).astype("<i2"),
+        np.concatenate([_token_states(row)[span] for row, span in own]).astype("u1"),
     ]
     return b"".join([struct.pack("<I", len(head)), head, *(array.tobytes() for array in arrays)])
 
 
-def _branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dict[str, Any]:
+def _describe_branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dict[str, Any]:
     """`begin` is the index in the block of the branch's first token that is not its parent's."""
     return {
         "id": row.branch_id,
@@ -189,11 +189,11 @@ def make_thumbnail(media: str, sha256: str) -> str | None:
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _thousandths(logprobs: np.ndarray) -> np.ndarray:
+def _in_thousandths(logprobs: np.ndarray) -> np.ndarray:
     whole = np.clip(np.round(logprobs * 1000), -32768, 0)
     return np.where(np.isnan(logprobs), NO_LOGPROB, np.nan_to_num(whole))
 
 
-def _states(row: Trajectory) -> np.ndarray:
+def _token_states(row: Trajectory) -> np.ndarray:
     sampled = row.policy_versions != NOT_SAMPLED
     return np.where(row.loss_mask, TRAINED, np.where(sampled, CARRIED, GIVEN))

@@ -43,12 +43,12 @@ def page_figures(view: RunView) -> dict[str, Any]:
     rows = [
         {
             "iteration": number,
-            "seconds": iteration.seconds if iteration.is_through else None,
-            "sampled_tokens": iteration.sampled_tokens if iteration.is_through else None,
+            "seconds": iteration.seconds if iteration.is_complete else None,
+            "sampled_tokens": iteration.sampled_tokens if iteration.is_complete else None,
             "missing": [stage for stage in STAGES if stage not in iteration.stages],
             "rollout": rollouts.get(number),
             "groups": iteration.kinds,
-            "training": _training(iteration),
+            "training": _training_metrics(iteration),
             "devices": view.devices.get(number, {}),
         }
         for number, iteration in enumerate(view.iterations)
@@ -61,19 +61,19 @@ def page_figures(view: RunView) -> dict[str, Any]:
         "held_out": sorted(view.held_out.items()),
         "answers": answers,
         "comparisons": read_comparisons(view.run.measured_dir),
-        "timeline": _timeline(view.spans, view.windows.values()),
+        "timeline": _timeline_figures(view.spans, view.windows.values()),
         "tokens_sampled": view.tokens_sampled,
         "judges": judge_rows(view.iterations),
-        "groups": [row for iteration in view.iterations for row in _groups(view, iteration)],
+        "groups": [row for iteration in view.iterations for row in _iteration_groups(view, iteration)],
     }
 
 
-def _training(iteration: Iteration) -> dict[str, float]:
+def _training_metrics(iteration: Iteration) -> dict[str, float]:
     data = iteration.stages["train"].data if "train" in iteration.stages else {}
     return {name: data[name] for name in TRAINING if data.get(name) is not None}
 
 
-def _timeline(spans: Sequence[Span], windows: Iterable[Window]) -> dict[str, Any]:
+def _timeline_figures(spans: Sequence[Span], windows: Iterable[Window]) -> dict[str, Any]:
     begin = min((span.start for span in spans), default=0.0)
     end = max((span.end for span in spans), default=0.0)
     gap_s = (end - begin) / TIMELINE_STEPS
@@ -100,7 +100,7 @@ def _bars(spans: Iterable[Span], begin: float, gap_s: float) -> list[list[Any]]:
     ]
 
 
-def _groups(view: RunView, iteration: Iteration) -> list[list[Any]]:
+def _iteration_groups(view: RunView, iteration: Iteration) -> list[list[Any]]:
     """Rows [iteration, group, task, rewards, decision]; the decision on a rejected group is the reason."""
     run = view.run
     number = iteration.number

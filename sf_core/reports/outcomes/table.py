@@ -46,9 +46,9 @@ def inspect_tasks(uri: str) -> RenderableType:
     if outside:
         legend += f"\ngroups from outside, whose tasks are not ours: {outside}"
     return Group(
-        _sources(f"run {view.run.run_id}", sources),
-        *([_tasks("\nhardest tasks", hardest)] if hardest else []),
-        *([_tasks("\neasiest tasks", easiest)] if easiest else []),
+        _sources_table(f"run {view.run.run_id}", sources),
+        *([_tasks_table("\nhardest tasks", hardest)] if hardest else []),
+        *([_tasks_table("\neasiest tasks", easiest)] if easiest else []),
         Text("\n" + legend, style="dim"),
     )
 
@@ -62,33 +62,36 @@ def _absence_text(run_id: str, chooses: bool) -> str:
     )
 
 
-def _sources(title: str, sources: dict[str, SourceFigures]) -> RenderableType:
+def _sources_table(title: str, sources: dict[str, SourceFigures]) -> RenderableType:
     table = make_table(title)
     table.add_column("source", no_wrap=True, max_width=NAME_WIDTH)
     for name in ("unseen", *KINDS, "groups", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for source, found in sorted(sources.items()):
         numbers = [found.unseen, *(found.kinds[kind] for kind in KINDS), found.groups, found.tokens]
-        table.add_row(Text(_source(source)), *map(_number, numbers))
+        table.add_row(Text(_source_name(source)), *map(_number_text, numbers))
     return table
 
 
-def _tasks(title: str, tasks: Sequence[TaskFigures]) -> RenderableType:
+def _tasks_table(title: str, tasks: Sequence[TaskFigures]) -> RenderableType:
     table = make_table(title)
     table.add_column("task", no_wrap=True, max_width=NAME_WIDTH)
     table.add_column("source", no_wrap=True, max_width=NAME_WIDTH // 2)
     for name in ("share", "sessions", "groups", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for task in tasks:
-        names = (make_printable(task.task_id) or str(task.number), _source(task.source))
-        cells: Iterable[str] = (f"{task.share:.2f}", *map(_number, (task.sessions, task.groups, task.tokens)))
+        names = (make_printable(task.task_id) or str(task.number), _source_name(task.source))
+        cells: Iterable[str] = (
+            f"{task.share:.2f}",
+            *map(_number_text, (task.sessions, task.groups, task.tokens)),
+        )
         table.add_row(*map(Text, names), *cells)
     return table
 
 
-def _source(name: str) -> str:
+def _source_name(name: str) -> str:
     return make_printable(name) or "all"
 
 
-def _number(value: int | None) -> str:
+def _number_text(value: int | None) -> str:
     return "" if value is None else shorten_number(value)

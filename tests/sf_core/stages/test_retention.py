@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.reports import states
-from sf_core.reports.states import is_served
+from sf_core.reports.states import dataplane_state
 from sf_core.reports.view import RunView
 from sf_core.stages import retention
 from sf_core.stages.retention import (
@@ -335,7 +335,7 @@ def test_a_run_without_an_attempt_is_nobodys(root: Path, monkeypatch: pytest.Mon
         run = make(root, "busy", 3)
         runs.configure(run, train={"iterations": 4}, dataplane={"url": url})
         monkeypatch.setenv("SF_DATAPLANE_URL", url)
-        assert is_served(run) == "no"
+        assert dataplane_state(run) == "absent"
 
 
 def test_a_copy_of_a_run_that_is_worked_on_is_nobodys(root: Path) -> None:
@@ -343,10 +343,10 @@ def test_a_copy_of_a_run_that_is_worked_on_is_nobodys(root: Path) -> None:
         busy = make(root, "busy", 3, url=url)
         shutil.copytree(busy.uri, root.parent / "copy" / "busy")
         copy = RunDirectory(str(root.parent / "copy" / "busy"))
-        assert (is_served(busy), is_served(copy)) == ("running", "no")
+        assert (dataplane_state(busy), dataplane_state(copy)) == ("running", "absent")
         linked = root.parent / "linked"
         linked.symlink_to(root)
-        assert is_served(RunDirectory(str(linked / "busy"))) == "running"
+        assert dataplane_state(RunDirectory(str(linked / "busy"))) == "running"
 
 
 def test_a_journal_that_a_data_plane_has_open_stays(root: Path) -> None:
