@@ -40,7 +40,7 @@ def test_a_card_tells_base_licence_evaluation_settings_and_commit(empty_run: Run
         dataplane={"url": "http://10.0.0.7:8700"},
         environment={
             "tasks": "tests.bench.stacks.echo_package:tasks",
-            "settings": {"file": "~/tasks.jsonl", "api_key": "abc", "level": 3},
+            "settings": {"file": "~/tasks.jsonl", "api_key": "private-key", "level": 3},
         },
     )
     write_atomic(f"{empty_run.start_dir}/{CARD}", OF_THE_BASE.encode())
@@ -65,7 +65,7 @@ def test_a_card_tells_base_licence_evaluation_settings_and_commit(empty_run: Run
 
     assert "train.iterations: 2" in text and "seed 5" in text
     assert f'environment.settings: {{"file": "{LEFT_OUT}", "api_key": "{LEFT_OUT}", "level": 3}}' in text
-    for secret in ("jane", "10.0.0.7", "abc", "storage.root", "tasks.jsonl"):
+    for secret in ("jane", "10.0.0.7", "private-key", "storage.root", "tasks.jsonl"):
         assert secret not in text
 
 
