@@ -70,7 +70,7 @@ class RunPage:
         return [self._rows[number] for number in sorted(self._rows, reverse=True)]
 
     def report(self) -> str:
-        """Markdown with embedded pictures, because a server cannot read the run directory."""
+        """Markdown with embedded charts, because a server cannot read the run directory."""
         newest = max(self._rows, default=-1)
         known = ((number, row["reward"]) for number, row in self._rows.items())
         rewards = {number: float(reward) for number, reward in known if reward is not None}

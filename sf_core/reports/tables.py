@@ -133,22 +133,22 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     """The branches of a session, turn by turn, sampled tokens marked. Raises ValueError with one sentence if
     there is no such run or session."""
     view = RunView.open(uri)
-    sampling, found = view.find_session(session_id)
+    session_set, found = view.find_session(session_id)
     has_images = any(row.images for row in found)
-    fate = sampling.fate
+    fate = session_set.fate
     row = found[0]
     decode = open_decoder(view.run, has_images)
     task, environment, group = map(make_printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
-        (f"session {session_id}, {sampling.label}\n", "bold"),
+        (f"session {session_id}, {session_set.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
         f"{row.status}  reward {_reward_text(row)}  {max(0.0, row.finished_at - row.started_at):.2f} s\n",
-        (f"«{sampling.marks[0]}»", TRAINED),
+        (f"«{session_set.marks[0]}»", TRAINED),
         "  ",
-        (f"«{sampling.marks[1]}»", CARRIED),
+        (f"«{session_set.marks[1]}»", CARRIED),
     )
     branches = [_branch_table(row, decode, fate) for row in found]
-    judged = judgements_of(view, sampling, session_id)
+    judged = judgements_of(view, session_set, session_id)
     if has_images:
         branches.append(_images_table(view.run, found))
     parts = [*branches, *([] if row.output is None else [_output_text(row.output)])]

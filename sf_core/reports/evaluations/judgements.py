@@ -66,11 +66,11 @@ def _judge_sentence(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def judgements_of(view: RunView, found: SessionSet, session_id: str) -> list[Judgement]:
+def judgements_of(view: RunView, session_set: SessionSet, session_id: str) -> list[Judgement]:
     """What judges were asked for the reward of a session of this set, in order. Raises ValueError if a file
     is missing or broken."""
-    stage = {"trains iteration": "rollout", "evaluates version": "evaluate"}.get(found.kind)
-    manifest = view.manifest(found.number, stage) if stage else None
+    stage = {"trains iteration": "rollout", "evaluates version": "evaluate"}.get(session_set.kind)
+    manifest = view.manifest(session_set.number, stage) if stage else None
     if manifest is None:
         return []
     table = read_judgements(view.run, manifest)

@@ -61,7 +61,7 @@ class Atif(Format):
 
 def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
-    pictures = iter(conversation.pictures or ())
+    images = iter(conversation.images or ())
 
     def read(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         if isinstance(content, str) or all(part["type"] == "text" for part in content):
@@ -69,7 +69,7 @@ def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dic
         return [
             {"type": "text", "text": part["text"]}
             if part["type"] == "text"
-            else {"type": "image", "source": {"media_type": "image/png", "path": next(pictures)}}
+            else {"type": "image", "source": {"media_type": "image/png", "path": next(images)}}
             for part in content
         ]
 

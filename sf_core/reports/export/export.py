@@ -66,7 +66,7 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
             exported = []
             for conversation in conversations:
                 if reader is not None:
-                    as_seen = reader.is_as_seen(*kind.render(conversation), conversation.seen.tolist())
+                    as_seen = reader.is_as_seen(*kind.render(conversation), conversation.prompt_ids.tolist())
                     conversation.facts["as_seen"] = as_seen
                 row = kind.convert(conversation)
                 if isinstance(row, str):

@@ -23,7 +23,7 @@ from sf_core.reports.export.conversations import (
     Rendered,
     Row,
     StoredChat,
-    mark_pictures,
+    mark_images,
 )
 from storage import files
 from storage.json_files import load_json
@@ -34,7 +34,7 @@ class Verl(Format):
     """verl's MultiTurnSFTDataset (verl/utils/dataset/multiturn_sft_dataset.py of verl-project/verl): Parquet
     with a list of messages; `trainable` false keeps an assistant message out of the loss. Parquet has one
     type per field: arguments of tool calls are JSON strings, as in OpenAI's API, and a field that one tool
-    has is null in all others. Files of pictures, for which `<image>` in texts stands, are in `images`."""
+    has is null in all others. Files of images, for which `<image>` in texts stands, are in `images`."""
 
     ending = ".parquet"
 
@@ -54,14 +54,14 @@ class Verl(Format):
         tools = conversation.tools
         if tools is not None and tools not in self._tools:
             return "the tools have no Parquet type"
-        marked = mark_pictures(conversation)
+        marked = mark_images(conversation)
         facts = conversation.facts
         if marked is None:
             return HAS_MARK
         messages = self._messages(conversation, marked)
         columns = {"data_source": facts["environment"], "extra_info": facts}
-        if conversation.pictures is not None:
-            columns["images"] = [{"image": file} for file in conversation.pictures]
+        if conversation.images is not None:
+            columns["images"] = [{"image": file} for file in conversation.images]
         return {"messages": messages, "tools": self._tools[tools] if tools else None, **columns}
 
     def write(self, uri: str, parts: Iterable[list[Row]]) -> None:

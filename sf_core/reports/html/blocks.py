@@ -42,10 +42,10 @@ TRAINED = 2
 """State of a token: not sampled; sampled, trained in another branch; sampled and trained here."""
 
 MAX_MISSES = 3
-"""After this many samplings in a row without a fitting session, older files are not read in full."""
+"""After this many sets of sessions in a row without a fitting session, older files are not read in full."""
 
 THUMBNAIL = 160
-"""Most pixels of a side of a picture in a page."""
+"""Most pixels of a side of an image in a page."""
 
 NO_LOGPROB = 1
 """Mark of a missing log-prob; no real one is positive."""
@@ -69,19 +69,19 @@ class Embedded:
         return sum(map(len, self.blocks))
 
 
-def embed_sessions(samplings: Sequence[SessionSet], media: str, budget: int) -> Embedded:
-    """Blocks of at most `budget` characters in total. `media`: the folder of the run's pictures. Raises
+def embed_sessions(session_sets: Sequence[SessionSet], media: str, budget: int) -> Embedded:
+    """Blocks of at most `budget` characters in total. `media`: the folder of the run's images. Raises
     ValueError if a file of sessions is missing or broken."""
-    newest_first = [(sampling, list_sessions(sampling)) for sampling in reversed(samplings)]
+    newest_first = [(session_set, list_sessions(session_set)) for session_set in reversed(session_sets)]
     embedded = Embedded(num_all=sum(len(sessions) for _, sessions in newest_first))
     preferred = {session.session_id for _, sessions in newest_first for session in choose_extreme(sessions)}
     for is_preferred in (True, False):
         misses = 0
-        for sampling, sessions in newest_first:
+        for session_set, sessions in newest_first:
             wanted = [session for session in sessions if (session.session_id in preferred) == is_preferred]
             # blocks do not come in every size, so a little of the budget stays unused
             if wanted and misses < MAX_MISSES and embedded.num_characters < 0.98 * budget:
-                fits = _embed(embedded, sampling, wanted, media, budget)
+                fits = _embed(embedded, session_set, wanted, media, budget)
                 misses = 0 if fits else misses + 1
     return embedded
 
@@ -91,11 +91,11 @@ def compress(data: bytes) -> str:
 
 
 def _embed(
-    embedded: Embedded, sampling: SessionSet, sessions: Sequence[SessionFacts], media: str, budget: int
+    embedded: Embedded, session_set: SessionSet, sessions: Sequence[SessionFacts], media: str, budget: int
 ) -> bool:
     """Add the sessions that fit; returns whether any did."""
     num_before = len(embedded.blocks)
-    table = sampling.read(SEEING_SCHEMA.names)
+    table = session_set.read(SEEING_SCHEMA.names)
     wanted = pa.array([session.session_id for session in sessions])
     rows: dict[str, list[Trajectory]] = {session.session_id: [] for session in sessions}
     for row in to_rows(table.filter(pc.is_in(table["session_id"], wanted))):
@@ -178,14 +178,14 @@ def _describe_branch(row: Trajectory, parent: str | None, shared: int, begin: in
 
 @lru_cache(maxsize=4096)
 def make_thumbnail(media: str, sha256: str) -> str | None:
-    """A picture made small, as data URL; None if its file is not there."""
+    """The image as a small data URL; None if its file is missing."""
     try:
-        picture = Image.open(io.BytesIO(read_picture(media, sha256)))
+        image = Image.open(io.BytesIO(read_picture(media, sha256)))
     except ValueError:
         return None
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
     file = io.BytesIO()
-    picture.save(file, "WEBP", quality=60)
+    image.save(file, "WEBP", quality=60)
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
 
 

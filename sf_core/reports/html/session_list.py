@@ -38,18 +38,20 @@ class SessionFacts:
     interruptions: int
 
 
-def list_sessions(sampling: SessionSet) -> list[SessionFacts]:
+def list_sessions(session_set: SessionSet) -> list[SessionFacts]:
     """One line per session. Raises ValueError with one sentence if a file is missing or broken."""
     columns = [*_COLUMNS, *_VERSIONS]
-    branches = sampling.read([*columns, "loss_mask"])
+    branches = session_set.read([*columns, "loss_mask"])
     mask = branches["loss_mask"].combine_chunks()
     tokens = mask.value_lengths().to_numpy()
     # the mask is true for tokens that count
     sampled = np.bincount(pc.list_parent_indices(mask), pc.list_flatten(mask), len(branches)).astype(int)
     merged = merge_branches(branches, columns, {"tokens": tokens, "sampled": sampled})
-    kind = sampling.kind
-    number = sampling.number
-    return [SessionFacts(kind=kind, number=number, marks=sampling.marks, **row) for row in merged.to_pylist()]
+    kind = session_set.kind
+    number = session_set.number
+    marks = session_set.marks
+    rows = merged.to_pylist()
+    return [SessionFacts(kind=kind, number=number, marks=marks, **row) for row in rows]
 
 
 def choose_extreme(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
