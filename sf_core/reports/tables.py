@@ -34,7 +34,7 @@ MOST_CHARACTERS = 400
 """Length to which a task or an answer is cut where it stands beside others."""
 
 COLUMN_WIDTH = 60
-"""Most characters of a line of it, or a file of the output would have lines as long as the texts."""
+"""Most characters in a line of a cell, or a file of the output would have lines as long as the texts."""
 
 HEADINGS = (
     "iter-\nation",
@@ -73,8 +73,8 @@ CARRIED = "green underline"
 def inspect_run(uri: str) -> RenderableType:
     """A table of iterations. Raises ValueError with one sentence if there is no run or a file is broken."""
     view = RunView.open(uri)
-    groups = {i.number: kinds_text(i.kinds) for i in view.iterations}
-    chooses = any(groups.values())
+    kinds_of = {iteration.number: kinds_text(iteration.kinds) for iteration in view.iterations}
+    chooses = any(kinds_of.values())
     table = make_table(f"run {view.run.run_id}")
     if chooses:
         table.padding = (0, 1, 0, 0)
@@ -84,7 +84,7 @@ def inspect_run(uri: str) -> RenderableType:
     if 0 in view.held_out:
         table.add_row("start", "", f"{view.held_out[0]:.3f}")
     for iteration in view.iterations:
-        kinds = [groups[iteration.number]] if chooses else []
+        kinds = [kinds_of[iteration.number]] if chooses else []
         stages = " ".join(stage[0].upper() if stage in iteration.stages else "." for stage in STAGES)
         table.add_row(*_iteration_cells(view, iteration.number), *kinds, stages)
     footer = [*run_failures(view), *sum_judges(view.iterations)]
@@ -105,14 +105,15 @@ def inspect_run(uri: str) -> RenderableType:
 def run_data(uri: str) -> dict[str, Any]:
     """The figures of `inspect_run` for programs. Raises ValueError like it."""
     view = RunView.open(uri)
-    rows = [
-        {"iteration": iteration.number, "stages": list(iteration.stages)}
-        | (asdict(view.rollouts[iteration.number]) if iteration.number in view.rollouts else {})
-        # what of it trains is tokens_sampled
-        | {"tokens_of_engines": view.count_sampled(iteration.number)}
-        | {"groups": iteration.kinds}
-        for iteration in view.iterations
-    ]
+    rows = []
+    for iteration in view.iterations:
+        row: dict[str, Any] = {"iteration": iteration.number, "stages": list(iteration.stages)}
+        if iteration.number in view.rollouts:
+            row |= asdict(view.rollouts[iteration.number])
+        # tokens_sampled counts the tokens of the batch only
+        row["tokens_of_engines"] = view.count_sampled(iteration.number)
+        row["groups"] = iteration.kinds
+        rows.append(row)
     # JSON has no numbers as keys
     measured = [{"version": version, "reward": reward} for version, reward in view.held_out.items()]
     return {"run": view.run.run_id, "iterations": rows, "held_out": measured}
@@ -133,26 +134,30 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     """The branches of a session, turn by turn, sampled tokens marked. Raises ValueError with one sentence if
     there is no such run or session."""
     view = RunView.open(uri)
-    session_set, found = view.find_session(session_id)
-    has_images = any(row.images for row in found)
-    fate = session_set.fate
-    row = found[0]
+    session_set, branches = view.find_session(session_id)
+    has_images = any(branch.images for branch in branches)
+    first = branches[0]
     decode = open_decoder(view.run, has_images)
-    task, environment, group = map(make_printable, (row.task_id, row.environment, row.group_id or "none"))
+    task, environment, group = map(
+        make_printable, (first.task_id, first.environment, first.group_id or "none")
+    )
+    seconds = max(0.0, first.finished_at - first.started_at)
     head = Text.assemble(
         (f"session {session_id}, {session_set.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
-        f"{row.status}  reward {_reward_text(row)}  {max(0.0, row.finished_at - row.started_at):.2f} s\n",
+        f"{first.status}  reward {_reward_text(first)}  {seconds:.2f} s\n",
         (f"«{session_set.marks[0]}»", TRAINED),
         "  ",
         (f"«{session_set.marks[1]}»", CARRIED),
     )
-    branches = [_branch_table(row, decode, fate) for row in found]
-    judged = judgements_of(view, session_set, session_id)
+    parts = [_branch_table(branch, decode, session_set.fate) for branch in branches]
     if has_images:
-        branches.append(_images_table(view.run, found))
-    parts = [*branches, *([] if row.output is None else [_output_text(row.output)])]
-    return Group(head, *parts, *([_judgements_text(judged)] if judged else []))
+        parts.append(_images_table(view.run, branches))
+    if first.output is not None:
+        parts.append(_output_text(first.output))
+    if judgements := judgements_of(view, session_set, session_id):
+        parts.append(_judgements_text(judgements))
+    return Group(head, *parts)
 
 
 def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], before: str, after: str) -> Table:
