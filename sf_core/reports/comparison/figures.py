@@ -16,8 +16,8 @@ from pydantic_core import to_jsonable_python
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import find_differences
 from sf_core.reports.iterations import Iteration
+from sf_core.reports.sessions import merge_branches
 from sf_core.reports.view import RunView
-from storage.tables.trajectories import first_rows
 
 TRAINING = ("loss", "entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
 """Metrics of the train stage that are drawn."""
@@ -68,12 +68,11 @@ def _held_out_figures(view: RunView, version: int | None) -> dict[str, float | N
 def _standard_error(view: RunView, version: int) -> float | None:
     """Standard error of the mean held-out reward over tasks. The reward of a task is the mean reward of its
     sessions. Raises ValueError if a file is missing."""
-    view = view
-    found = view.find_session_set(version, "evaluate")
+    session_set = view.find_session_set(version, "evaluate")
     manifest = view.manifest(version, "evaluate")
-    assert found is not None and manifest is not None
-    rows = found.read(["session_id", "task_id", "reward"])
-    sessions = rows.take(first_rows(rows["session_id"]))
+    assert session_set is not None and manifest is not None
+    columns = ["session_id", "task_id", "reward"]
+    sessions = merge_branches(session_set.read(columns), columns, {})
     judged = sessions.filter(pc.is_valid(sessions["reward"]))
     tasks = judged.group_by("task_id").aggregate([("reward", "mean")])
     # of a task without an answer no session is stored
