@@ -66,6 +66,7 @@ class RetentionLimits:
     weights: int = 1
     """How many of the newest published versions stay."""
     journals: bool = True
+    """Whether the journals of finished runs stay."""
 
 
 def check_not_linked(run: RunDirectory, where: str) -> None:
@@ -84,7 +85,7 @@ def find_removable(run: RunDirectory, limits: RetentionLimits) -> list[Removable
         check_idle(run)
     trained = len(view.read_committed("train"))
     found = _find_old_checkpoints(run, trained, limits.checkpoints, config.keep_every)
-    needed = _find_references(run, {uri for _, uri in found}, trained, config)
+    needed = _find_kl_references(run, {uri for _, uri in found}, trained, config)
     found += [
         ("weights", run.weights_dir(version))
         for version in _find_old_versions(run, len(view.read_committed("publish")), limits.weights)
@@ -122,7 +123,7 @@ def find_removable_weights(
     old = _find_old_versions(run, published, keep)
     if not old:
         return []
-    needed = _find_references(run, set(), published, config.train) | _find_measured(run) | {*in_use}
+    needed = _find_kl_references(run, set(), published, config.train) | _find_measured(run) | {*in_use}
     removable = []
     for version in old:
         stays = version % KEPT_EVERY == 0 or version % config.evaluate.every == 0
@@ -167,8 +168,8 @@ def _find_old_versions(run: RunDirectory, published: int, keep: int) -> list[int
     return [version for version in run.list_versions("weights") if version <= published][:-keep]
 
 
-def _find_references(run: RunDirectory, removed: set[str], trained: int, config: TrainConfig) -> set[int]:
-    """Versions that steps are measured by which are still to come, or may be made again."""
+def _find_kl_references(run: RunDirectory, removed: set[str], trained: int, config: TrainConfig) -> set[int]:
+    """Versions that the KL terms of later steps refer to, steps that may be repeated included."""
     if (kl := config.loss.kl) is None:
         return set()
     checkpoints = run.list_versions("checkpoints")
