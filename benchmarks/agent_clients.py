@@ -41,7 +41,6 @@ from sf_core.agents.authorities import equal_folder
 from sf_core.cli.stack.local import local_stack, start_services
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import load_config
-from sf_core.reports.series import RunSeries
 from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 
@@ -160,7 +159,7 @@ def run(place: Path, iterations: int, authorities: str) -> dict[str, Any]:
 
 def figures(directory: RunDirectory) -> dict[str, Any]:
     summary = json.loads(Path(directory.path("summary.json")).read_text(encoding="utf-8"))
-    spent = RunSeries(RunView(directory)).runners.values()
+    spent = RunView(directory).runners.values()
     sessions = sum(one["sessions"] for one in spent)
     return {
         "sessions": sessions,

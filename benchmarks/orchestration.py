@@ -55,7 +55,7 @@ def run_flow(config: RunConfig, folder: Path, env: dict[str, str]) -> None:
 
 def measure(config: RunConfig, warmup: int) -> dict[str, object]:
     run = OpenRun(RunRef(str(config.run_id), config.run_dir, str(config.dataplane.url), attempt=1))
-    iterations = list(RunView(run.directory).iterations(warmup))
+    iterations = RunView(run.directory, warmup).iterations
     return {
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
         "iterations": len(iterations),

@@ -243,7 +243,7 @@ def run_one(
 
 def figures(directory: RunDirectory) -> dict[str, Any]:
     """Figures of all devices after the warm-up, without the last iteration, which none overlaps."""
-    iterations = list(RunView(directory).iterations())
+    iterations = RunView(directory).iterations
     counted = list(islice(iterations, WARMUP, len(iterations) - 1))
     window = (counted[0].window[0], counted[-1].window[1])
     rollouts = [iteration.stages["rollout"].data for iteration in counted]

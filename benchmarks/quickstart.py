@@ -65,7 +65,7 @@ def measure(run: RunDirectory) -> dict[str, object]:
     """Figures of a run that has ended."""
     spans = read_spans(run)
     # without the last, which has no later batch to sample for
-    counted = [iteration for iteration in RunView(run).iterations() if iteration.is_through][WARMUP:-1]
+    counted = [iteration for iteration in RunView(run).iterations if iteration.is_complete][WARMUP:-1]
     figures = [device_figures(spans, iteration.window) for iteration in counted]
     without = [orchestration_seconds([iteration]) for iteration in counted]
     seconds = sum(figure.seconds for figure in figures)

@@ -11,8 +11,8 @@ from typing import Any
 from prefect import flow
 
 from flows.warmstart import start_policy
+from sf_core.reports.export.trackers import Trackers
 from sf_core.reports.log_lines import tell
-from sf_core.reports.trackers import Trackers
 from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config

@@ -13,8 +13,8 @@ from sf_core.environments.environment import Demonstration as Demonstration
 from sf_core.environments.environment import Environment as Environment
 from sf_core.environments.splits import Split as Split
 from sf_core.environments.splits import split_of as split_of
-from sf_core.reading.run import Run as Run
-from sf_core.reading.run import open_run as open_run
+from sf_core.reports.run import Run as Run
+from sf_core.reports.run import open_run as open_run
 from sf_core.types import Endpoint as Endpoint
 from sf_core.types import NotJudged as NotJudged
 from sf_core.types import Scored as Scored

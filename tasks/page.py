@@ -30,10 +30,10 @@ from prefect.runtime import flow_run
 
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
-from sf_core.reports.concerns import concerns_of
 from sf_core.reports.log_lines import describe_iteration, find_untold, tell
 from sf_core.reports.run_page import RunPage, waits_table
 from sf_core.reports.view import RunView
+from sf_core.reports.warnings import iteration_warnings
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import Facts, long_waits
 from tasks.cluster import is_waiting
@@ -82,7 +82,7 @@ class Page:
         self._reported_at = time.monotonic()
         self._waits_shown: list[Facts] | None = None
         self._reported: set[str] = set()
-        """Kinds of concerns that the log has a line about."""
+        """Kinds of warnings that the log has a line about."""
         self._is_over = threading.Event()
 
     def __enter__(self) -> Page:
@@ -111,7 +111,7 @@ class Page:
         view = RunView(self._run.directory)
         config = self._run.config
         tell(describe_iteration(view, number, config.train.iterations))
-        for kind, sentence in concerns_of(view, number, config).items():
+        for kind, sentence in iteration_warnings(view, number, config).items():
             if kind not in self._reported:
                 self._reported.add(kind)
                 tell(f"iteration {number}: {sentence}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView
 from sf_core.scheduling.plan import Plan
 from sf_core.scheduling.timeline import read_spans
 
@@ -21,7 +21,7 @@ def measured_work(uri: str) -> Work:
     """Mean work of the iterations that a run has trained.
 
     Raises ValueError, one sentence, if there is no such run or it has trained none."""
-    view = open_run(uri)
+    view = RunView.open(uri)
     iterations = len(view.read_committed("train"))
     if iterations == 0:
         raise ValueError(f"{uri}: no iteration was trained, so no device-seconds were measured")

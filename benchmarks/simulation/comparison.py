@@ -20,8 +20,8 @@ from benchmarks.simulation.variants import (
     simulate_variant,
 )
 from sf_core.config import RunConfig
-from sf_core.reports.pictures import draw_timeline
-from sf_core.reports.view import open_run
+from sf_core.reports.charts import draw_timeline
+from sf_core.reports.view import RunView
 from sf_core.scheduling.plan import make_plan
 from storage.files import write_atomic
 from storage.tables.trajectories import read_trajectories
@@ -36,7 +36,7 @@ class MeasuredLengths:
     def __init__(self, uri: str) -> None:
         sampled = Counter[str]()
         others = Counter[str]()
-        for part in open_run(uri).parts("trains iteration"):
+        for part in RunView.open(uri).parts("trains iteration"):
             for row in read_trajectories(part, ["session_id", "loss_mask", "shared_prefix"]).to_pylist():
                 session = row["session_id"]
                 num_sampled = sum(row["loss_mask"])

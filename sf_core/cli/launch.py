@@ -347,7 +347,7 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         console.print(f"answers cannot be shown: {error}", soft_wrap=True)
     else:
         if examples.pairs:
-            console.print(f"answers          {examples.told}", soft_wrap=True)
+            console.print(f"answers          {examples.selection}", soft_wrap=True)
             console.print(answers_table(examples.pairs, "before", "after"))
 
 

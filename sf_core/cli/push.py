@@ -54,11 +54,11 @@ def _open(uri: str) -> tuple[RunView, RunConfig]:
     """Raises ValueError if the run has no finished policy."""
     from sf_core.config import RunConfig
     from sf_core.reports.states import is_finished
-    from sf_core.reports.view import open_run
+    from sf_core.reports.view import RunView
     from sf_core.training.registry import trainer_kind
     from storage.tensors.weights import has_weights
 
-    view = open_run(uri)
+    view = RunView.open(uri)
     run = view.run
     config = view.run.read_config(RunConfig)
     if not trainer_kind(config).computes_weights:

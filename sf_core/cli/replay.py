@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from sf_core.cli.terminal import hide_progress_bars
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView
 from sf_core.scheduling.worker import worker_threads
 from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.run import OpenRun, RunRef
@@ -41,7 +41,7 @@ class Replay:
 def replay(uri: str, iteration: int) -> Replay:
     """Train the iteration again and compare. Raises ValueError with one sentence if there is no such run or
     iteration, its batch is damaged, its GPU is missing, or the run is emulated."""
-    directory = open_run(uri).run
+    directory = RunView.open(uri).run
     train = _read_committed(directory, iteration, "train")
     _read_committed(directory, iteration, "filter")
     run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))

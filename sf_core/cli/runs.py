@@ -18,7 +18,7 @@ from sf_core.cli.terminal import console, errors, fail, print_json, report_bad_i
 from sf_core.config import StorageConfig
 
 if TYPE_CHECKING:
-    from sf_core.reports.cleanup import Spare
+    from sf_core.stages.retention import Removable
 
 commands = App()
 
@@ -135,10 +135,10 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints and weights. The runs can still continue afterwards."""
-    from sf_core.reports.cleanup import Keep, check_not_linked, find_spares
     from sf_core.reports.states import await_restarts, find_runs
+    from sf_core.stages.retention import RetentionLimits, check_not_linked, find_removable
 
-    keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
+    keep = RetentionLimits(keep_checkpoints, keep_weights, journals=not journals)
     warn = partial(errors.print, soft_wrap=True)
     spared: list[dict[str, str | int]] = []
     runs = find_runs(where)
@@ -147,7 +147,7 @@ def gc(
     for run in runs:
         try:
             check_not_linked(run, where)
-            spares = find_spares(run, keep)
+            spares = find_removable(run, keep)
         except ValueError as error:
             if len(runs) == 1:
                 raise
@@ -270,7 +270,7 @@ def replay(
     raise typer.Exit(1)
 
 
-def _print_spares(run_id: str, spares: Sequence[Spare]) -> None:
+def _print_spares(run_id: str, spares: Sequence[Removable]) -> None:
     """A line for each kind of things that can be removed."""
     for kind, group in groupby(spares, key=lambda spare: spare.kind):
         of_kind = [*group]

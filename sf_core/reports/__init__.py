@@ -1,1 +1,1 @@
-"""A run directory, read: figures, tables, pictures, pages, exports, trackers and clean-up. Runs no stage."""
+"""A run directory, read: figures, tables, charts, pages, exports and trackers. Runs no stage."""

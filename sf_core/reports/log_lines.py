@@ -6,8 +6,8 @@ import logging
 import re
 from collections.abc import Iterable
 
-from sf_core.reports.concerns import failures_line
 from sf_core.reports.view import RunView
+from sf_core.reports.warnings import failures_line
 
 log = logging.getLogger(__name__)
 # independent of the level of other loggers: progress is what users look for in a log
@@ -32,8 +32,8 @@ _ITERATION = re.compile(r"iteration (\d+), \d+ of \d+: ")
 def find_untold(lines: Iterable[str], first: int) -> range:
     """The iterations before the first one of this attempt that have no line in the log, whose newest lines
     come first. Without any such line, as in the log of another flow run, only the last one is missing."""
-    told = next(filter(None, map(_ITERATION.match, lines)), None)
-    return range(int(told[1]) + 1 if told else max(0, first - 1), first)
+    newest = next(filter(None, map(_ITERATION.match, lines)), None)
+    return range(int(newest[1]) + 1 if newest else max(0, first - 1), first)
 
 
 def describe_iteration(view: RunView, number: int, iterations: int) -> str:
@@ -47,5 +47,5 @@ def describe_iteration(view: RunView, number: int, iterations: int) -> str:
         figures.append(f"KL to the teacher {divergence:.3g}")
     if (speed := iteration.tokens_per_second) is not None:
         figures += [f"{speed:,.0f} tokens/s", f"{iteration.seconds:.1f} s"]
-    told = "; ".join(filter(None, [", ".join(figures), failures_line(iteration)]))
-    return f"iteration {number}, {number + 1} of {iterations}: {told}"
+    parts = [", ".join(figures), failures_line(iteration)]
+    return f"iteration {number}, {number + 1} of {iterations}: {'; '.join(filter(None, parts))}"

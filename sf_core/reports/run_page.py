@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
-from sf_core.reports.concerns import concerns_of, sum_concerns
+from sf_core.reports.charts import draw_curve
 from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer, compare_ends
 from sf_core.reports.evaluations.judgements import sum_judges
-from sf_core.reports.export.tensorboard import write_events
-from sf_core.reports.pictures import draw_curve
-from sf_core.reports.series import RunSeries, read_devices, record_devices
+from sf_core.reports.export.trackers import write_events
+from sf_core.reports.iterations import Iteration, failures_of, kinds_text
 from sf_core.reports.tables import cut_short, device_cells, make_printable
-from sf_core.reports.timeline import draw_newest
-from sf_core.reports.view import Iteration, RunView, failures_of, kinds_text
+from sf_core.reports.timeline import draw_newest, record_devices
+from sf_core.reports.view import RunView
+from sf_core.reports.warnings import iteration_warnings, merge_warnings
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 
@@ -38,30 +38,30 @@ class RunPage:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._config = run.read_config(RunConfig)
-        self._concerns: dict[int, dict[str, str]] = {}
+        self._warnings: dict[int, dict[str, str]] = {}
         self._rows: dict[int, Row] = {}
         self._held_out: dict[int, float] = {}
 
     def update(self, newest: int) -> None:
-        """Read what is committed up to this iteration, which must be through. Also records device figures and
-        writes event files, as far as they are due."""
+        """Read what is committed up to this iteration, which must be complete. Also record the figures of
+        devices, and write the event files that are missing."""
         view = RunView(self._run)
         record_devices(view, newest)
         write_events(self._run, newest)
         oldest = max(0, newest + 1 - NUM_ROWS)
         # device figures and the evaluation of an iteration come while the next one runs
-        series = RunSeries(view, max(oldest, max(self._rows, default=oldest) - 1), newest)
-        self._held_out |= series.held_out
-        for iteration in series.iterations:
-            self._rows[iteration.number] = self._row(series, iteration)
-            self._concerns[iteration.number] = concerns_of(view, iteration.number, self._config)
-        for shown in (self._rows, self._held_out, self._concerns):
+        changed = view.between(max(oldest, max(self._rows, default=oldest) - 1), newest)
+        self._held_out |= changed.held_out
+        for iteration in changed.iterations:
+            self._rows[iteration.number] = self._row(changed, iteration)
+            self._warnings[iteration.number] = iteration_warnings(view, iteration.number, self._config)
+        for shown in (self._rows, self._held_out, self._warnings):
             for number in [number for number in shown if number < oldest]:
                 del shown[number]
 
     @property
     def progress(self) -> float:
-        """Percentage of iterations that are through."""
+        """Percentage of complete iterations."""
         return 100 * (max(self._rows, default=-1) + 1) / self._config.train.iterations
 
     @property
@@ -70,25 +70,25 @@ class RunPage:
         return [self._rows[number] for number in sorted(self._rows, reverse=True)]
 
     def report(self) -> str:
-        """Markdown with embedded pictures, because a server cannot read the run directory."""
+        """Markdown with embedded charts, because a server cannot read the run directory."""
         newest = max(self._rows, default=-1)
         known = ((number, row["reward"]) for number, row in self._rows.items())
         rewards = {number: float(reward) for number, reward in known if reward is not None}
-        devices = read_devices(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
-        names, rows = device_cells(devices)
-        due = self._config.train.iterations
         view = RunView(self._run)
+        devices = view.read_devices(range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
+        names, rows = device_cells(devices)
+        planned = self._config.train.iterations
         parts = [
             f"# Run {show_text(self._run.run_id)}",
             *filter(None, [show_text(view.describe_adapter())]),
-            f"{newest + 1} of {due} iterations are through. {self._progress_of_policy()}",
-            *(f"- {show_text(concern)}" for concern in sum_concerns(self._concerns.values())),
+            f"{newest + 1} of {planned} iterations are through. {self._progress_of_policy()}",
+            *(f"- {show_text(warning)}" for warning in merge_warnings(self._warnings.values())),
             "## Reward",
-            _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
+            _embed_chart("mean reward by iteration", draw_curve(rewards, self._held_out)),
             *self._answers(),
             *self._judges(view),
             "## Devices",
-            _picture("what the devices did", draw_newest(view, newest)),
+            _embed_chart("what the devices did", draw_newest(view, newest)),
             "## Files",
             self._files(newest),
             "## Devices in figures",
@@ -118,11 +118,15 @@ class RunPage:
             for row, (_, new) in zip(rows, examples.pairs, strict=True):
                 row.append(_show_answer(new.greedy) if new.greedy else "")
         table = _table(names, rows)
-        return ["## Answers to held-out tasks", f"{examples.told.capitalize()}.", table]
+        return ["## Answers to held-out tasks", f"{examples.selection.capitalize()}.", table]
 
     def _judges(self, view: RunView) -> list[str]:
-        told = sum_judges(map(view.iteration, sorted(self._rows)))
-        return ["## Judges", "\n".join(f"- {show_text(sentence)}" for sentence in told)] if told else []
+        sentences = sum_judges(map(view.iteration, sorted(self._rows)))
+        return (
+            ["## Judges", "\n".join(f"- {show_text(sentence)}" for sentence in sentences)]
+            if sentences
+            else []
+        )
 
     def _files(self, newest: int) -> str:
         run = self._run
@@ -137,11 +141,11 @@ class RunPage:
         }
         return _table(["what", "where"], [[what, f"[{uri}]({_url(uri)})"] for what, uri in named.items()])
 
-    def _row(self, series: RunSeries, iteration: Iteration) -> Row:
+    def _row(self, view: RunView, iteration: Iteration) -> Row:
         number = iteration.number
         rollout = iteration.stages["rollout"]
         filtered = iteration.stages["filter"]
-        devices = series.devices.get(number)
+        devices = view.devices.get(number)
         row: Row = {"iteration": number, "reward": _round(iteration.reward, 4)}
         if self._config.rollout.chooses:
             row["groups right/mixed/wrong"] = kinds_text(iteration.kinds)
@@ -173,7 +177,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---
 
 
 def _show_answer(answer: GivenAnswer) -> str:
-    return f"{answer.told} {_show_short(answer.text)}"
+    return f"{answer.reward_text} {_show_short(answer.text)}"
 
 
 def _show_short(text: str) -> str:
@@ -193,8 +197,8 @@ def _round(value: float | None, digits: int) -> float | None:
     return None if value is None or math.isnan(value) else round(value, digits)
 
 
-def _picture(what: str, png: bytes) -> str:
-    return f"![{what}](data:image/png;base64,{base64.b64encode(png).decode()})"
+def _embed_chart(title: str, png: bytes) -> str:
+    return f"![{title}](data:image/png;base64,{base64.b64encode(png).decode()})"
 
 
 def _url(uri: str) -> str:

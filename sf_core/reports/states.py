@@ -1,4 +1,4 @@
-"""State of run directories: how far each run is, its size, and whether a flow works on it."""
+"""States of runs: how far each run is, its size, and whether a flow works on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
-from sf_core.reports.view import NewestFigures, RunView, open_run
+from sf_core.reports.view import NewestFigures, RunView
 from sf_core.surroundings import command_started_at
 from storage import files
 from storage.errors import StorageError
@@ -36,7 +36,7 @@ State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
 
 
 class BusyError(ValueError):
-    """A flow works on the run, or it cannot be told whether one does."""
+    """A flow works on the run, or it is unknown if a flow does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def find_runs(root: str) -> list[RunDirectory]:
     runs = [run for run in map(RunDirectory, files.list_folders(itself.uri)) if run.exists()]
     if not runs and not files.exists(itself.uri):
         # names the runs in the folder above
-        open_run(root)
+        RunView.open(root)
     if not runs:
         raise ValueError(
             f"{root}: no runs here (no folders with a config.json); name a run or its storage.root"
@@ -73,36 +73,36 @@ def run_state(run: RunDirectory) -> ListedRun:
     try:
         iterations = run.read_config(RunConfig).train.iterations
         reached = view.progress()
-        state: State = "finished" if is_finished(view, iterations) else _state(run)
+        state: State = "finished" if is_finished(view, iterations) else _activity(run)
     except (ValueError, StorageError) as error:
         return ListedRun(run.run_id, "unreadable", NewestFigures(0, None, None), None, size, str(error))
     return ListedRun(run.run_id, state, reached, iterations, size)
 
 
-def _state(run: RunDirectory) -> Literal["running", "stopped", "unknown"]:
+def _activity(run: RunDirectory) -> Literal["running", "stopped", "unknown"]:
     try:
-        return "running" if is_served(run) == "running" else "stopped"
+        return "running" if dataplane_state(run) == "running" else "stopped"
     except BusyError:
         return "unknown"
 
 
 def is_finished(view: RunView, iterations: int) -> bool:
-    """Whether this many iterations are committed and summarised; the summary may be older than an extension
-    of the run. Raises ValueError if a file is broken."""
+    """Whether this many iterations are committed and in the summary, which may be older than an extension of
+    the run. Raises ValueError if a file is broken."""
     run = view.run
     summary = run.read_summary()
-    summed_up = 0 if summary is None else summary.get("iterations", 0)
-    if not isinstance(summed_up, int):
+    in_summary = 0 if summary is None else summary.get("iterations", 0)
+    if not isinstance(in_summary, int):
         raise ValueError(
-            f"{run.path('summary.json')}: the field iterations must be an integer, got {summed_up!r}"
+            f"{run.path('summary.json')}: the field iterations must be an integer, got {in_summary!r}"
         )
-    return summed_up >= iterations and view.progress().published >= iterations
+    return in_summary >= iterations and view.progress().published >= iterations
 
 
 def await_restarts(runs: Iterable[RunDirectory], tell: Callable[[str], None]) -> None:
     """Wait for data planes that may be restarting, because a run whose data plane is briefly away would count
     as idle. Returns at once if all answer, else calls `tell` first. Ignores finished runs."""
-    silent = [run for run in runs if _is_silent(run)]
+    silent = [run for run in runs if _does_not_answer(run)]
     # if a command started this flow, the command has waited already
     now = time.time()
     left_s = RESTART_S - max(0.0, now - (command_started_at() or now))
@@ -112,63 +112,65 @@ def await_restarts(runs: Iterable[RunDirectory], tell: Callable[[str], None]) ->
     deadline = time.monotonic() + left_s
     while silent and time.monotonic() < deadline:
         time.sleep(min(LOOK_S, left_s))
-        silent = [run for run in silent if _is_silent(run)]
+        silent = [run for run in silent if _does_not_answer(run)]
 
 
 def check_idle(run: RunDirectory) -> None:
-    """Raises BusyError unless `is_served` says that no flow works on it; ValueError if a file is broken."""
-    if is_served(run) == "running":
+    """Raises BusyError if a flow works on the run, or if that is unknown; ValueError if a file is broken."""
+    if dataplane_state(run) == "running":
         raise BusyError(f"{run.run_id}: the run is in use; stop it or wait until it ends")
 
 
-def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:
-    """What the data plane of the newest attempt answers. no: it is gone or does not know the run; released:
-    it knows the run and has released it; running: a flow works on the run.
+def dataplane_state(run: RunDirectory) -> Literal["absent", "released", "running"]:
+    """The state of the run in the data plane of the newest attempt. absent: the data plane is gone, or does
+    not know the run; released: the data plane has released the run; running: a flow works on the run.
 
-    Raises BusyError with one sentence if the data plane cannot be asked or does not tell."""
-    answer = _ask(run)
-    return "no" if answer == "silent" else answer
+    Raises BusyError with one sentence if the data plane cannot be asked or does not answer."""
+    answer = _ask_dataplane(run)
+    return "absent" if answer == "silent" else answer
 
 
-def _is_silent(run: RunDirectory) -> bool:
+def _does_not_answer(run: RunDirectory) -> bool:
     try:
         config = run.read_config(RunConfig)
-        return not is_finished(RunView(run), config.train.iterations) and _ask(run) == "silent"
+        return not is_finished(RunView(run), config.train.iterations) and _ask_dataplane(run) == "silent"
     except ValueError:
         # the caller's next read raises it
         return False
 
 
-def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
-    """Like `is_served`, with silent if nothing at the data plane's address speaks HTTP."""
+def _ask_dataplane(run: RunDirectory) -> Literal["silent", "absent", "released", "running"]:
+    """See `dataplane_state`; silent: nothing at the address of the data plane speaks HTTP."""
     attempt = run.newest_attempt()
     url = attempt.dataplane
     if not url:
-        return "no"
+        return "absent"
     if attempt.host not in (None, socket.gethostname()) and is_loopback(urlsplit(url).hostname or ""):
-        raise _explain_unknown(run, url, f"is on {attempt.host}; run the command there")
+        raise _unknown_state_error(run, url, f"is on {attempt.host}; run the command there")
     client = DataplaneClient(url, run.run_id, operator_key(url), patience_s=0.0, timeout_s=STATUS_S)
     try:
         status = client.status()
         if _is_elsewhere(run, status["run_dir"]):
-            return "no"
+            return "absent"
         return "released" if status["released"] else "running"
     except DataplaneError as error:
         if error.status in (401, 403):
-            raise _explain_unknown(run, url, f"refused the key ({error})") from None
+            raise _unknown_state_error(run, url, f"refused the key ({error})") from None
         if error.status >= 500:
-            raise _explain_unknown(run, url, f"fails ({error}); try again") from None
-        return "no"
+            raise _unknown_state_error(run, url, f"fails ({error}); try again") from None
+        return "absent"
     except (httpx.TimeoutException, httpx.ConnectError) as error:
         if not _is_refused(error):
             # it may be busy, or the network is at fault
-            raise _explain_unknown(run, url, f"cannot be reached ({error.__cause__}); try again") from None
+            raise _unknown_state_error(
+                run, url, f"cannot be reached ({error.__cause__}); try again"
+            ) from None
         return "silent"
     except httpx.TransportError:
         return "silent"
     except (httpx.HTTPError, ValueError, KeyError):
         # something else has its port now
-        return "no"
+        return "absent"
 
 
 def _is_refused(error: BaseException | None) -> bool:
@@ -178,7 +180,7 @@ def _is_refused(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _explain_unknown(run: RunDirectory, url: str, why: str) -> BusyError:
+def _unknown_state_error(run: RunDirectory, url: str, why: str) -> BusyError:
     return BusyError(
         f"{run.run_id}: it is unknown if the run is in use: its data plane at {url} {why}, or if this "
         f'data plane is gone for good, write {{"dataplane": ""}} into {run.newest_attempt_file()}'

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.reports.concerns import sum_run_concerns
-from sf_core.reports.pictures import draw_run
-from sf_core.reports.series import RunSeries
-from sf_core.reports.view import Iteration, RunView, stage_time
+from sf_core.reports.charts import draw_run
+from sf_core.reports.iterations import Iteration, stage_time
+from sf_core.reports.view import RunView
+from sf_core.reports.warnings import run_warnings
 from sf_core.scheduling.figures import by_worker, idle_by_cause
 from sf_core.stopwatch import rate
 from sf_core.surroundings import command_started_at
@@ -34,47 +34,47 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     those that differed from the reports that ended the sessions;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
-    due = config.train.iterations
-    series = RunSeries(view, last=config.train.iterations - 1)
-    iterations = series.through
-    windows = list(series.windows.values())
-    if len(iterations) < due:
+    planned = config.train.iterations
+    view = view.between(0, planned - 1)
+    iterations = view.complete_iterations
+    windows = list(view.windows.values())
+    if len(iterations) < planned:
         raise ValueError(f"{view.run.run_id}: iteration {len(iterations)} is not committed")
     seconds_rl = sum(end - start for start, end in windows)
-    asked = [stage_time(manifest) for k in series.held_out if (manifest := view.manifest(k, "evaluate"))]
+    evaluating = [stage_time(manifest) for k in view.held_out if (manifest := view.manifest(k, "evaluate"))]
     speed = rate(sum(i.sampled_tokens for i in iterations), seconds_rl)
-    idle = {worker: idle_by_cause(own, windows, asked) for worker, own in by_worker(series.spans).items()}
+    idle = {worker: idle_by_cause(own, windows, evaluating) for worker, own in by_worker(view.spans).items()}
     summary = {
         "run_id": view.run.run_id,
         "seed": config.seed,
-        "reward_before": series.held_out.get(0),
-        "reward_after": series.held_out.get(due),
-        "iterations": due,
+        "reward_before": view.held_out.get(0),
+        "reward_after": view.held_out.get(planned),
+        "iterations": planned,
         "seconds_total": round(max(0.0, time.time() - _started_at(view)), 2),
         "seconds_rl": round(seconds_rl, 2),
         "tokens_generated": sum(
             m.data.get("sampled_tokens", 0) for i in iterations for m in i.stages.values()
         ),
-        "tokens_sampled": series.tokens_sampled,
+        "tokens_sampled": view.tokens_sampled,
         "tokens_per_second": None if speed is None else round(speed, 1),
         "idle_fraction": {worker: round(sum(shares.values()), 4) for worker, shares in idle.items()},
         "idle_by_cause": idle,
-        "runners": series.runners,
-        "failures": series.failures,
-        "late_reports": series.count_reports("late_reports"),
-        "refused_reports": series.count_reports("refused_reports"),
-        "concerns": sum_run_concerns(series),
+        "runners": view.runners,
+        "failures": view.failures,
+        "late_reports": view.count_reports("late_reports"),
+        "refused_reports": view.count_reports("refused_reports"),
+        "concerns": run_warnings(view),
         "max_lag": max(i.stages["rollout"].data["max_lag"] for i in iterations),
-        "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / due, 3),
+        "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / planned, 3),
     }
     view.run.write_summary(summary)
-    picture = draw_run(
+    chart = draw_run(
         rewards=[i.reward for i in iterations],
-        evaluations=series.held_out,
-        spans=series.spans,
+        evaluations=view.held_out,
+        spans=view.spans,
         boundaries=[end for _, end in windows],
     )
-    write_atomic(view.run.path("summary.png"), picture)
+    write_atomic(view.run.path("summary.png"), chart)
     return summary
 
 

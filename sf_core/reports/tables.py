@@ -1,6 +1,6 @@
 """A run directory in the terminal: its iterations as a table, one session turn by turn. Behind `sf inspect`.
 
-Owns the layout, whose marks survive a pipe. The figures are from sf_core/reports/series.py.
+Owns the layout, whose marks survive a pipe. The figures are from sf_core/reports/view.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sf_core.config.failures import failures_text
 from sf_core.printable import show
-from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
-from sf_core.reports.series import DeviceRow, RunSeries, record_devices
-from sf_core.reports.timeline import write_timelines
-from sf_core.reports.view import Decode, kinds_text, open_decoder, open_run
+from sf_core.reports.iterations import kinds_text
+from sf_core.reports.sessions import Decode, open_decoder
+from sf_core.reports.timeline import record_devices, write_timelines
+from sf_core.reports.view import DeviceRow, RunView
+from sf_core.reports.warnings import run_failures, run_warnings
 from storage.json_files import load_json
 from storage.media import media_file
 from storage.run_directory import STAGES, RunDirectory
@@ -34,7 +34,7 @@ MOST_CHARACTERS = 400
 """Length to which a task or an answer is cut where it stands beside others."""
 
 COLUMN_WIDTH = 60
-"""Most characters of a line of it, or a file of the output would have lines as long as the texts."""
+"""Most characters in a line of a cell, or a file of the output would have lines as long as the texts."""
 
 HEADINGS = (
     "iter-\nation",
@@ -72,89 +72,92 @@ CARRIED = "green underline"
 
 def inspect_run(uri: str) -> RenderableType:
     """A table of iterations. Raises ValueError with one sentence if there is no run or a file is broken."""
-    series = RunSeries(open_run(uri))
-    groups = {i.number: kinds_text(i.kinds) for i in series.iterations}
-    chooses = any(groups.values())
-    table = make_table(f"run {series.run.run_id}")
+    view = RunView.open(uri)
+    kinds_of = {iteration.number: kinds_text(iteration.kinds) for iteration in view.iterations}
+    chooses = any(kinds_of.values())
+    table = make_table(f"run {view.run.run_id}")
     if chooses:
         table.padding = (0, 1, 0, 0)
     for name in (*HEADINGS, *(["right/mixed\n/wrong"] if chooses else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("stages", no_wrap=True)
-    if 0 in series.held_out:
-        table.add_row("start", "", f"{series.held_out[0]:.3f}")
-    for iteration in series.iterations:
-        kinds = [groups[iteration.number]] if chooses else []
+    if 0 in view.held_out:
+        table.add_row("start", "", f"{view.held_out[0]:.3f}")
+    for iteration in view.iterations:
+        kinds = [kinds_of[iteration.number]] if chooses else []
         stages = " ".join(stage[0].upper() if stage in iteration.stages else "." for stage in STAGES)
-        table.add_row(*_figures(series, iteration.number), *kinds, stages)
-    failed = {"failed sessions": series.failures, "failed held-out sessions": series.held_out_failures}
-    footer = [f"{what}: {failures_text(failures)}" for what, failures in failed.items() if failures]
-    footer += sum_judges(series.iterations)
-    if adapter := series.view.describe_adapter():
+        table.add_row(*_iteration_cells(view, iteration.number), *kinds, stages)
+    footer = [*run_failures(view), *sum_judges(view.iterations)]
+    if adapter := view.describe_adapter():
         footer.append(adapter)
     footer += [
-        *sum_run_concerns(series),
+        *run_warnings(view),
         "tokens sampled: by all engines in that time; trained: of the batch's sessions",
         f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}",
     ]
     if chooses:
         footer.append(f"their tasks: sf inspect {uri} --tasks")
-    if series.iterations and (last := series.rollouts.get(series.iterations[-1].number)) is not None:
+    if view.iterations and (last := view.rollouts.get(view.iterations[-1].number)) is not None:
         footer.append(f"one session: sf inspect {uri} --session {last.example}")
-    return Group(table, _devices(series), Text("\n" + "\n".join(footer), style="dim"))
+    return Group(table, _devices_table(view), Text("\n" + "\n".join(footer), style="dim"))
 
 
 def run_data(uri: str) -> dict[str, Any]:
     """The figures of `inspect_run` for programs. Raises ValueError like it."""
-    series = RunSeries(open_run(uri))
-    rows = [
-        {"iteration": iteration.number, "stages": list(iteration.stages)}
-        | (asdict(series.rollouts[iteration.number]) if iteration.number in series.rollouts else {})
-        # what of it trains is tokens_sampled
-        | {"tokens_of_engines": series.count_sampled(iteration.number)}
-        | {"groups": iteration.kinds}
-        for iteration in series.iterations
-    ]
+    view = RunView.open(uri)
+    rows = []
+    for iteration in view.iterations:
+        row: dict[str, Any] = {"iteration": iteration.number, "stages": list(iteration.stages)}
+        if iteration.number in view.rollouts:
+            row |= asdict(view.rollouts[iteration.number])
+        # tokens_sampled counts the tokens of the batch only
+        row["tokens_of_engines"] = view.count_sampled(iteration.number)
+        row["groups"] = iteration.kinds
+        rows.append(row)
     # JSON has no numbers as keys
-    measured = [{"version": version, "reward": reward} for version, reward in series.held_out.items()]
-    return {"run": series.run.run_id, "iterations": rows, "held_out": measured}
+    measured = [{"version": version, "reward": reward} for version, reward in view.held_out.items()]
+    return {"run": view.run.run_id, "iterations": rows, "held_out": measured}
 
 
 def inspect_timeline(uri: str) -> RenderableType:
     """A table of what the devices did in each iteration, after timeline.json and timeline.png have been
     written. Raises ValueError with one sentence if there is no run."""
-    series = RunSeries(open_run(uri))
-    run = series.run
-    record_devices(series.view, len(series.iterations) - 1)
-    write_timelines(series.view)
+    view = RunView.open(uri)
+    run = view.run
+    record_devices(view, len(view.iterations) - 1)
+    write_timelines(view)
     drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
-    return Group(_devices(series), Text(drawn, style="dim"))
+    return Group(_devices_table(view), Text(drawn, style="dim"))
 
 
 def inspect_session(uri: str, session_id: str) -> RenderableType:
     """The branches of a session, turn by turn, sampled tokens marked. Raises ValueError with one sentence if
     there is no such run or session."""
-    view = open_run(uri)
-    sampling, found = view.find_session(session_id)
-    sees = any(row.images for row in found)
-    fate = sampling.fate
-    row = found[0]
-    decode = open_decoder(view.run, sees)
-    task, environment, group = map(make_printable, (row.task_id, row.environment, row.group_id or "none"))
-    head = Text.assemble(
-        (f"session {session_id}, {sampling.label}\n", "bold"),
-        f"task {task}  environment {environment}  group {group}\n",
-        f"{row.status}  reward {_reward(row)}  {max(0.0, row.finished_at - row.started_at):.2f} s\n",
-        (f"«{sampling.marks[0]}»", TRAINED),
-        "  ",
-        (f"«{sampling.marks[1]}»", CARRIED),
+    view = RunView.open(uri)
+    session_set, branches = view.find_session(session_id)
+    has_images = any(branch.images for branch in branches)
+    first = branches[0]
+    decode = open_decoder(view.run, has_images)
+    task, environment, group = map(
+        make_printable, (first.task_id, first.environment, first.group_id or "none")
     )
-    branches = [_branch(row, decode, fate) for row in found]
-    judged = judgements_of(view, sampling, session_id)
-    if sees:
-        branches.append(_pictures(view.run, found))
-    parts = [*branches, *([] if row.output is None else [_output(row.output)])]
-    return Group(head, *parts, *([_judgements(judged)] if judged else []))
+    seconds = max(0.0, first.finished_at - first.started_at)
+    head = Text.assemble(
+        (f"session {session_id}, {session_set.label}\n", "bold"),
+        f"task {task}  environment {environment}  group {group}\n",
+        f"{first.status}  reward {_reward_text(first)}  {seconds:.2f} s\n",
+        (f"«{session_set.marks[0]}»", TRAINED),
+        "  ",
+        (f"«{session_set.marks[1]}»", CARRIED),
+    )
+    parts = [_branch_table(branch, decode, session_set.fate) for branch in branches]
+    if has_images:
+        parts.append(_images_table(view.run, branches))
+    if first.output is not None:
+        parts.append(_output_text(first.output))
+    if judgements := judgements_of(view, session_set, session_id):
+        parts.append(_judgements_text(judgements))
+    return Group(head, *parts)
 
 
 def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], before: str, after: str) -> Table:
@@ -166,7 +169,10 @@ def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], befor
         table.add_column(name, overflow="fold", max_width=COLUMN_WIDTH)
     for old, new in pairs:
         answers = [answer for answer in (old, new, new.greedy) if answer]
-        shown = [cut_short(new.prompt), *(f"{answer.told}  {cut_short(answer.text)}" for answer in answers)]
+        shown = [
+            cut_short(new.prompt),
+            *(f"{answer.reward_text}  {cut_short(answer.text)}" for answer in answers),
+        ]
         table.add_row(*(Text(make_printable(text)) for text in shown))
     return table
 
@@ -185,7 +191,7 @@ def device_cells(figures: Mapping[int, DeviceRow]) -> tuple[list[str], list[list
     devices = sorted({name for row in figures.values() for name in row if name.startswith("idle_")})
     names = {name: f"idle {name.removeprefix('idle_')}" for name in devices[:MAX_DEVICES]} | DEVICE_COLUMNS
     rows = [
-        [str(iteration), *(_device_cell(name, row) for name in names), _lags(row)]
+        [str(iteration), *(_device_cell(name, row) for name in names), _lag_cell(row)]
         for iteration, row in sorted(figures.items())
     ]
     return ["#", *names.values(), "tokens by lag"], rows
@@ -203,15 +209,15 @@ def _device_cell(name: str, row: DeviceRow) -> str:
     return f"{value:.2f}" if name.endswith("_s") else f"{value:,.0f}"
 
 
-def _lags(row: DeviceRow) -> str:
+def _lag_cell(row: DeviceRow) -> str:
     return " ".join(f"{number:,.0f}" for name, number in row.items() if name.startswith("lag_"))
 
 
-def _devices(series: RunSeries) -> RenderableType:
+def _devices_table(view: RunView) -> RenderableType:
     """Table of the device figures recorded so far."""
-    if not series.devices:
+    if not view.devices:
         return Text()
-    names, rows = device_cells(series.devices)
+    names, rows = device_cells(view.devices)
     table = make_table("\nwhat the devices did")
     table.padding = (0, 1, 0, 0)
     for name in names:
@@ -221,12 +227,12 @@ def _devices(series: RunSeries) -> RenderableType:
     return table
 
 
-def _figures(series: RunSeries, number: int) -> list[str]:
+def _iteration_cells(view: RunView, number: int) -> list[str]:
     """The cells of an iteration, in the order of the headings."""
-    sampled = series.count_sampled(number)
-    figures = series.rollouts.get(number)
+    sampled = view.count_sampled(number)
+    figures = view.rollouts.get(number)
     # an iteration makes the next version
-    held_out = f"{series.held_out[number + 1]:.3f}" if number + 1 in series.held_out else ""
+    held_out = f"{view.held_out[number + 1]:.3f}" if number + 1 in view.held_out else ""
     of_engines = "" if sampled is None else shorten_number(sampled)
     if figures is None:
         return [str(number), "", held_out, "", "", of_engines, "", "", ""]
@@ -251,14 +257,14 @@ def shorten_number(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
+def _branch_table(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     sampled = row.policy_versions != NOT_SAMPLED
-    branch = _short(row, row.branch_id)
-    parent = _short(row, row.parent_branch_id)
+    branch = _short_id(row, row.branch_id)
+    parent = _short_id(row, row.parent_branch_id)
     title = f"\nbranch {branch}" + (f" of {parent}" if parent else "")
     title += f"  {len(row.token_ids)} tokens, {sampled.sum()} sampled, {row.loss_mask.sum()} {fate}"
-    title += f"  versions {_range(row.policy_versions)}  interruptions {row.interruptions}"
-    title += f"\ntools: {_tools(row.tools)}" if row.tools is not None else ""
+    title += f"  versions {_version_range(row.policy_versions)}  interruptions {row.interruptions}"
+    title += f"\ntools: {_tool_names(row.tools)}" if row.tools is not None else ""
     table = make_table()
     scored = any(turn.reward is not None for turn in row.turns)
     for name in ("role", "tokens", "finish", "engine", "versions", *(["reward"] if scored else [])):
@@ -275,7 +281,7 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
             f"{turn.start}-{turn.end}",
             turn.finish_reason or "",
             Text(make_printable(turn.engine or "")),
-            _range(row.policy_versions[turn.start : turn.end]),
+            _version_range(row.policy_versions[turn.start : turn.end]),
             *(["" if turn.reward is None else f"{turn.reward:g}"] if scored else []),
             _turn_text(row, turn, decode),
         )
@@ -283,35 +289,38 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     return Group(Text(title, style="italic"), table)
 
 
-def _pictures(run: RunDirectory, rows: Sequence[Trajectory]) -> RenderableType:
+def _images_table(run: RunDirectory, rows: Sequence[Trajectory]) -> RenderableType:
     table = make_table("\nwhat was seen")
     for name in ("branch", "tokens", "pixels", "file"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        for one in row.images:
-            span = f"{one.start}-{one.start + one.length}"
-            size = f"{one.width} by {one.height}"
-            file = media_file(run.media_dir, one.sha256)
-            table.add_row(_short(row, row.branch_id), span, size, Text(file))
+        for image in row.images:
+            span = f"{image.start}-{image.start + image.length}"
+            size = f"{image.width} by {image.height}"
+            file = media_file(run.media_dir, image.sha256)
+            table.add_row(_short_id(row, row.branch_id), span, size, Text(file))
     return table
 
 
-def _output(text: str) -> RenderableType:
+def _output_text(text: str) -> RenderableType:
     lines = "\n".join(map(make_printable, text.splitlines()))
     return Text.assemble(("\nwhat the command wrote\n", "italic"), lines)
 
 
-def _judgements(judged: Sequence[Judgement]) -> RenderableType:
-    lines = [f"{one.judge or 'noted'}: {make_printable(describe_judgement(one))}" for one in judged]
+def _judgements_text(judged: Sequence[Judgement]) -> RenderableType:
+    lines = [
+        f"{judgement.judge or 'noted'}: {make_printable(describe_judgement(judgement))}"
+        for judgement in judged
+    ]
     return Text.assemble(("\nwhat judges said, and what was noted\n", "italic"), "\n".join(lines))
 
 
-def _tools(definitions: str) -> str:
+def _tool_names(definitions: str) -> str:
     """Names of the tools, as text."""
     return make_printable(", ".join(tool["function"]["name"] for tool in load_json(definitions)))
 
 
-def _short(row: Trajectory, branch_id: str | None) -> str:
+def _short_id(row: Trajectory, branch_id: str | None) -> str:
     return (branch_id or "").removeprefix(f"{row.session_id}.")
 
 
@@ -334,7 +343,7 @@ def make_printable(text: str) -> str:
     return "".join(c if c.isprintable() else show(c) for c in shown)
 
 
-def _range(versions: np.ndarray) -> str:
+def _version_range(versions: np.ndarray) -> str:
     sampled = versions[versions != NOT_SAMPLED]
     if not len(sampled):
         return ""
@@ -343,7 +352,7 @@ def _range(versions: np.ndarray) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _reward(row: Trajectory) -> str:
+def _reward_text(row: Trajectory) -> str:
     if row.reward is None:
         return "none"
     parts = ", ".join(f"{make_printable(name)} {value:g}" for name, value in row.reward_parts.items())

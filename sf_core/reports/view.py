@@ -1,32 +1,32 @@
-"""The one reading of a run directory: its iterations and sessions, as manifests tell them.
+"""The reader of a run directory: everything that shows a run, the public `Run` included, stands on `RunView`.
 
-Reads manifests and the files they name, nothing else. Figures are sf_core/reports/series.py's, the layout is
-sf_core/reports/tables.py's.
+Each figure is computed in one place: figures of an iteration in iterations.py, of its sessions in
+sessions.py, and of the whole run here. tables.py, run_page.py and html/ only lay them out.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import cache
-from itertools import count, islice, takewhile
-from typing import Any, Literal
+from functools import cache, cached_property
+from itertools import count, islice
+from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.models.tokenizer import open_tokenizer
-from sf_core.pictures.sight import read_sight
-from sf_core.recipes.gates import KINDS, Kind
-from sf_core.scheduling.leases import lease_of
+from sf_core.config import RunConfig
+from sf_core.config.failures import sum_failures
+from sf_core.reports.iterations import Iteration, failures_of, runners_of
+from sf_core.reports.sessions import RolloutFigures, SessionKind, SessionSet, read_rollout
+from sf_core.scheduling.timeline import Span, read_spans
 from sf_core.settings import did_you_mean
-from sf_core.stopwatch import Window, in_order, rate
+from sf_core.stopwatch import Window
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+from storage.tables.metrics import read_metrics
 from storage.tables.outcomes import outcomes_of
 from storage.tables.schema import SEEING_SCHEMA, Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
@@ -35,8 +35,8 @@ from storage.tensors.weights import has_weights
 LISTED_RUNS = 8
 """Most runs that a message names."""
 
-Decode = Callable[[list[int]], str]
-"""Text of token ids."""
+DeviceRow = dict[str, float]
+"""Recorded figures of the devices in one iteration, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,116 +49,42 @@ class NewestFigures:
     """Mean reward of the newest evaluation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    number: int
-    stages: Mapping[str, Manifest]
-    """Committed manifests: of stages, and of `evaluate` if this version was evaluated."""
-    published_before: Manifest | None
-    """The manifest that ended the iteration before."""
-
-    @property
-    def is_through(self) -> bool:
-        return all(stage in self.stages for stage in STAGES)
-
-    @property
-    def reward(self) -> float:
-        """Mean reward of the sampled sessions."""
-        reward: float = self.stages["rollout"].data["reward_mean"]
-        return reward
-
-    @property
-    def lag(self) -> float | None:
-        """Mean lag of the tokens that the filter kept; None if it kept none."""
-        lags = self.stages["filter"].data.get("lags", [])
-        return sum(lag * count for lag, count in enumerate(lags)) / sum(lags) if any(lags) else None
-
-    @property
-    def window(self) -> Window:
-        """From the end of the iteration before to its own end, once it is through; for an attempt's first
-        iteration, from the start of the first stage that this attempt committed."""
-        last = self.stages["publish"]
-        before = self.published_before
-        if before is not None and before.attempt == last.attempt:
-            return in_order(before.data["finished_at"], last.data["finished_at"])
-        begun = next(m for stage in STAGES if (m := self.stages[stage]).attempt == last.attempt)
-        return in_order(begun.data["started_at"], last.data["finished_at"])
-
-    @property
-    def kinds(self) -> dict[Kind, int] | None:
-        return kinds_in(self.stages.get("rollout"))
-
-    @property
-    def seconds(self) -> float:
-        """Length of its window."""
-        start, end = self.window
-        return end - start
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """None: the clocks of its stages disagree, so that its length is not known."""
-        return rate(self.sampled_tokens, self.seconds)
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens sampled in its window, evaluations included; not those of stages of an earlier attempt."""
-        last = self.stages["publish"].attempt
-        return sum(m.data.get("sampled_tokens", 0) for m in self.stages.values() if m.attempt == last)
-
-
-SessionKind = Literal["trains iteration", "evaluates version", "opened at version"]
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSet:
-    """The sessions of one iteration, of the evaluation of one policy version, or the sessions opened by
-    agents for which this version was the newest to sample."""
-
-    kind: SessionKind
-    number: int
-    uris: list[str]
-    """Parquet files with the columns of storage/tables/schema.py."""
-    is_trained: bool = False
-    """Whether a train step has used the sessions."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind} {self.number}"
-
-    @property
-    def fate(self) -> str:
-        """What became of the tokens."""
-        if self.kind == "trains iteration":
-            return "trained" if self.is_trained else "not trained yet"
-        return "not used for training"
-
-    @property
-    def marks(self) -> tuple[str, str]:
-        """Legend of the sampled tokens that count in their branch, and of those that do not."""
-        if self.kind == "trains iteration":
-            return f"sampled, {self.fate}", "sampled, not trained here"
-        place = "an evaluation" if self.kind == "evaluates version" else "an opened session"
-        return f"sampled in {place}, {self.fate}", "sampled, not counted here"
-
-    def read(self, columns: list[str]) -> pa.Table:
-        """Raises ValueError with one sentence if a file is missing or broken."""
-        return pa.concat_tables([read_trajectories(uri, columns) for uri in self.uris])
-
-
 class RunView:
-    """What the manifests of a run tell. A view looks for each manifest once and keeps what it found; what a
-    live run commits afterwards is in the next view."""
+    """What is committed of a run. A view reads each manifest once and remembers it, and each series when it
+    is first asked for; later commits of a live run are in the next view. The series are of the iterations
+    `first` to `last`."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, first: int = 0, last: int | None = None) -> None:
         self.run = run
         self.manifest = cache(run.read_manifest)
+        self._first = first
+        self._last = last
+
+    @classmethod
+    def open(cls, uri: str) -> RunView:
+        """The view of the run at this address. Raises ValueError, one sentence with the runs in the same
+        folder, if no run is there."""
+        run = RunDirectory(uri)
+        if run.exists():
+            return cls(run)
+        raise _no_run_error(uri, run)
+
+    def between(self, first: int, last: int | None = None) -> RunView:
+        """A view with the series of these iterations alone. Both views share the manifests that were read."""
+        part = RunView(self.run, first, last)
+        part.manifest = self.manifest
+        return part
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return self.run.read_config(RunConfig)
 
     def read_committed(self, stage: str) -> list[Manifest]:
-        """The manifests of a stage from iteration 0 to the first one in which it is not committed."""
-        found: list[Manifest] = []
-        while (manifest := self.manifest(len(found), stage)) is not None:
-            found.append(manifest)
-        return found
+        """The manifests of a stage, from iteration 0 up to the first iteration without such a manifest."""
+        manifests: list[Manifest] = []
+        while (manifest := self.manifest(len(manifests), stage)) is not None:
+            manifests.append(manifest)
+        return manifests
 
     def iteration(self, number: int) -> Iteration:
         stages: dict[str, Manifest] = {}
@@ -169,17 +95,116 @@ class RunView:
         published_before = self.manifest(number - 1, "publish") if number else None
         return Iteration(number, stages, published_before)
 
-    def iterations(self, first: int = 0) -> Iterator[Iteration]:
-        """Iterations with a committed stage, in order; the last may not be through."""
-        return takewhile(lambda found: found.stages.keys() & set(STAGES), map(self.iteration, count(first)))
+    @cached_property
+    def iterations(self) -> list[Iteration]:
+        """Iterations with a committed stage, in order; the last may be incomplete."""
+        iterations = []
+        for number in count(self._first):
+            if self._last is not None and number > self._last:
+                break
+            iteration = self.iteration(number)
+            if not iteration.stages.keys() & set(STAGES):
+                break
+            iterations.append(iteration)
+        return iterations
+
+    @property
+    def complete_iterations(self) -> list[Iteration]:
+        return [iteration for iteration in self.iterations if iteration.is_complete]
+
+    @property
+    def windows(self) -> dict[int, Window]:
+        """Windows of the complete iterations, by number."""
+        return {iteration.number: iteration.window for iteration in self.complete_iterations}
+
+    @cached_property
+    def held_out(self) -> dict[int, float]:
+        """Mean held-out reward by policy version. Iteration k makes version k + 1."""
+        return self.read_held_out(self._versions)
+
+    @property
+    def _versions(self) -> range:
+        """Versions that the iterations begin with, and the version that the last one makes."""
+        return range(self._first, self._first + len(self.iterations) + 1)
 
     def read_held_out(self, versions: Iterable[int]) -> dict[int, float]:
         """Mean held-out reward of each of these policy versions that was evaluated."""
-        found = ((version, self.manifest(version, "evaluate")) for version in versions)
-        return {version: manifest.data["reward_mean"] for version, manifest in found if manifest is not None}
+        manifests = {version: self.manifest(version, "evaluate") for version in versions}
+        return {number: manifest.data["reward_mean"] for number, manifest in manifests.items() if manifest}
+
+    @cached_property
+    def rollouts(self) -> dict[int, RolloutFigures]:
+        """Figures of trajectories by iteration. Raises ValueError if a file is missing or broken."""
+        figures = {}
+        for iteration in self.iterations:
+            session_set = self.find_session_set(iteration.number, "rollout")
+            if session_set is not None:
+                figures[iteration.number] = read_rollout(iteration, session_set)
+        return figures
+
+    @cached_property
+    def devices(self) -> dict[int, DeviceRow]:
+        """The recorded figures of devices by iteration."""
+        return self.read_devices(iteration.number for iteration in self.iterations)
+
+    def read_devices(self, numbers: Iterable[int]) -> dict[int, DeviceRow]:
+        """The recorded figures of devices in these iterations, by iteration."""
+        uris = {number: self.run.metrics_file("devices", number) for number in numbers}
+        return {number: read_metrics(uri)[0] for number, uri in uris.items() if files.exists(uri)}
+
+    def count_sampled(self, number: int) -> float | None:
+        """Tokens that all devices sampled in an iteration's window, discarded tokens included; None if no
+        figures are recorded."""
+        row = self.devices.get(number)
+        return None if row is None else row["tokens_rollout_only"] + row["tokens_lent"]
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """What the devices did, by worker and time."""
+        return read_spans(self.run)
+
+    @property
+    def tokens_sampled(self) -> int:
+        """Tokens that engines sampled, discarded tokens included."""
+        return sum(span.tokens for span in self.spans)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Numbers of failed training sessions that count, by the reason."""
+        return sum_failures(map(failures_of, self._rollout_manifests))
+
+    @property
+    def held_out_failures(self) -> dict[str, int]:
+        """Numbers of failed held-out sessions, by the reason."""
+        manifests = (self.manifest(version, "evaluate") for version in self._versions)
+        return sum_failures(map(failures_of, filter(None, manifests)))
+
+    def count_reports(self, kind: str) -> int:
+        """Reports of this kind on sessions that had ended (`late_reports`, `refused_reports`)."""
+        return sum(manifest.data.get(kind, 0) for manifest in self._rollout_manifests)
+
+    @property
+    def _rollout_manifests(self) -> list[Manifest]:
+        return [i.stages["rollout"] for i in self.iterations if "rollout" in i.stages]
+
+    @property
+    def runners(self) -> dict[str, dict[str, float]]:
+        """CPU seconds of each worker of agents, and the number of sessions that have ended there."""
+        total: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for manifest in self._rollout_manifests:
+            for name, spent in runners_of(manifest.data).items():
+                total[name].update(spent)
+        return {
+            name: {
+                "sessions": spent["num_ended"],
+                "cpu_s": round(spent["cpu_s"], 3),
+                "cpu_s_per_session": round(spent["cpu_s"] / max(1, spent["num_ended"]), 5),
+            }
+            for name, spent in total.items()
+        }
 
     def progress(self) -> NewestFigures:
-        """How far the run is, from its newest manifests only."""
+        """Figures of the newest manifests. Reads no older ones."""
         names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(self.run.path("manifests"))]
         numbers = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
@@ -196,7 +221,7 @@ class RunView:
         )
 
     def describe_adapter(self) -> str:
-        """What the run trains in place of all weights, in words; empty if it trains these."""
+        """The adapter that the run trains, in words; empty if the run trains all weights."""
         start = self.manifest(None, "start")
         adapter = None if start is None else start.data.get("adapter")
         if adapter is None:
@@ -207,8 +232,8 @@ class RunView:
         )
 
     def list_kept_versions(self) -> list[int]:
-        """Published versions whose weights are there, in order; 0 is the start folder. A run that goes on
-        removes others (`train.keep_weights`)."""
+        """Published versions whose weights are stored, in order; 0 is the start folder. A run removes others
+        (`train.keep_weights`)."""
         if not self._has_start():
             return []
         published = self.progress().published
@@ -219,41 +244,42 @@ class RunView:
         return files.exists(files.join(self.run.start_dir, "config.json"))
 
     def weights_of(self, version: int) -> str:
-        """Folder of the weights of a published version. Raises ValueError, one sentence with those that are
-        kept, if they are not there."""
+        """Folder of the weights of a published version. Raises ValueError, one sentence with the stored
+        versions, if the weights are not stored."""
         folder = self.run.version_dir(version)
         if self._has_start() and (
             version == 0 or (version <= self.progress().published and has_weights(folder))
         ):
             return folder
-        if not (kept := self.list_kept_versions()):
+        if not (stored := self.list_kept_versions()):
             raise ValueError(
                 f"{self.run.run_id}: the run has no policy yet; continue the run with `sf resume "
                 f"{self.run.uri}`"
             )
         raise ValueError(
             f"{self.run.run_id}: the weights of version {version} are not stored; stored versions: "
-            f"{', '.join(map(str, kept))}"
+            f"{', '.join(map(str, stored))}"
         )
 
     def iter_session_sets(self) -> Iterator[SessionSet]:
-        """All committed sessions by iteration and evaluation, in order; then those opened by agents, whose
-        files no manifest names."""
+        """All committed sessions by iteration and evaluation, in order; then the sessions opened by agents,
+        whose files no manifest names."""
         for number in count():
-            found = [self.find_session_set(number, stage) for stage in ("evaluate", "rollout")]
-            if not any(found):
+            session_sets = [self.find_session_set(number, stage) for stage in ("evaluate", "rollout")]
+            if not any(session_sets):
                 break
-            yield from filter(None, found)
+            yield from filter(None, session_sets)
         for number, uris in self.run.list_partitions("opened").items():
             yield SessionSet("opened at version", number, uris)
 
     def parts(self, kind: SessionKind) -> list[str]:
         """URIs of the trajectories of one kind, in order."""
-        return [uri for found in self.iter_session_sets() if found.kind == kind for uri in found.uris]
+        session_sets = [found for found in self.iter_session_sets() if found.kind == kind]
+        return [uri for session_set in session_sets for uri in session_set.uris]
 
     def find_session_set(self, number: int, stage: str) -> SessionSet | None:
-        """The sessions of the `rollout` of an iteration, or of `evaluate` of a version; None if that is not
-        committed."""
+        """The sessions of the `rollout` of an iteration, or of `evaluate` of a version; None if the stage is
+        not committed."""
         if (manifest := self.manifest(number, stage)) is None:
             return None
         kinds = ("trajectories/", "evaluations/")
@@ -275,85 +301,38 @@ class RunView:
     def find_session(self, session_id: str) -> tuple[SessionSet, list[Trajectory]]:
         """The branches of one session, and the set that it is in. Raises ValueError with one sentence, and
         similar ids, if there is none."""
-        seen: list[str] = []
-        for sampling in self.iter_session_sets():
-            for uri in sampling.uris:
+        other_ids: set[str] = set()
+        for session_set in self.iter_session_sets():
+            for uri in session_set.uris:
                 ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
                 if session_id in ids:
                     table = read_trajectories(uri, SEEING_SCHEMA.names)
-                    return sampling, to_rows(table.filter(pc.equal(table["session_id"], session_id)))
-                seen.extend(ids)
-        hint = did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
+                    return session_set, to_rows(table.filter(pc.equal(table["session_id"], session_id)))
+                other_ids.update(ids)
+        hint = did_you_mean(session_id, sorted(other_ids)) if other_ids else "; none is committed yet"
         raise ValueError(f"{self.run.run_id}: no session {session_id!r}{hint}")
 
 
-def open_run(uri: str) -> RunView:
-    """Open a run. Raises ValueError, one sentence with the runs in the same folder, if no run is there."""
-    run = RunDirectory(uri)
-    if run.exists():
-        return RunView(run)
-    if files.exists(logs := files.join(run.local_dir, "logs")):
-        raise ValueError(f"{uri}: the run has not begun (config.json is missing); logs of its start: {logs}")
+def _no_run_error(uri: str, run: RunDirectory) -> ValueError:
+    """The error that says why no run is there, and which runs are in the folder."""
+    logs = files.join(run.local_dir, "logs")
+    if files.exists(logs):
+        return ValueError(f"{uri}: the run has not begun (config.json is missing); logs of its start: {logs}")
     if run.run_id.endswith((".yaml", ".yml")):
         listed = _list_runs(files.absolute("runs"), run.run_id)
-        raise ValueError(f"{uri} is a configuration, not a run; {listed}")
+        return ValueError(f"{uri} is a configuration, not a run; {listed}")
     listed = _list_runs(run.uri.removesuffix("/" + run.run_id), run.run_id)
-    raise ValueError(f"{uri}: no run here (config.json is missing); {listed}")
+    return ValueError(f"{uri}: no run here (config.json is missing); {listed}")
 
 
 def _list_runs(folder: str, name: str) -> str:
-    """The runs in a folder, in words, those first whose names are most like this one."""
-    names = [found.rsplit("/", 1)[-1] for found in files.list_folders(folder)]
-    names.sort(key=lambda found: -SequenceMatcher(None, name, found).ratio())
-    are_runs = (found for found in names if RunDirectory(files.join(folder, found)).exists())
-    # each costs a request to a remote storage
-    runs = [*islice(are_runs, LISTED_RUNS + 1)]
+    """The runs in a folder, in words. The names most similar to `name` come first."""
+    candidates = [uri.rsplit("/", 1)[-1] for uri in files.list_folders(folder)]
+    candidates.sort(key=lambda candidate: -SequenceMatcher(None, name, candidate).ratio())
+    existing = (candidate for candidate in candidates if RunDirectory(files.join(folder, candidate)).exists())
+    # each check is a request to a remote storage
+    runs = [*islice(existing, LISTED_RUNS + 1)]
     if not runs:
         return f"{folder} has no runs"
     listed = ", ".join([*runs[:LISTED_RUNS], *("..." for _ in runs[LISTED_RUNS:])])
     return f"{folder} has the runs {listed}{did_you_mean(name, runs[:LISTED_RUNS])}"
-
-
-def open_decoder(run: RunDirectory, sees: bool) -> Decode:
-    """Decoder of the run's tokenizer; shows ids if it has none. `sees`: some tokens are of pictures, each
-    of which becomes `[picture]`."""
-    tokenizer = open_tokenizer(run)
-    if tokenizer is None:
-        return lambda ids: " ".join(map(str, ids))
-    sight = read_sight(run.start_dir) if sees else None
-    if sight is None:
-        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
-    placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(sight.token_id)))})+"
-    return lambda ids: re.sub(placeholders, "[picture]", tokenizer.decode(ids, skip_special_tokens=False))
-
-
-def stage_time(manifest: Manifest) -> Window:
-    """When a stage began and ended, in Unix seconds."""
-    return in_order(manifest.data["started_at"], manifest.data["finished_at"])
-
-
-def failures_of(manifest: Manifest) -> dict[str, int]:
-    """Numbers of failed sessions of a rollout or an evaluation that count, by the reason, and of those that
-    were not judged."""
-    unjudged = manifest.data.get("unjudged")
-    return manifest.data["failures"] | ({"not_judged": unjudged} if unjudged else {})
-
-
-def runners_of(rollout: Mapping[str, Any]) -> dict[str, Counter[str]]:
-    """What the runner of each worker spent until a batch was sealed (`Spent`), by the facts of the batch.
-    Empty for runs of before it was counted."""
-    spent: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for holder, told in rollout.get("runners", {}).items():
-        spent[lease_of(holder)[0]].update(told)
-    return spent
-
-
-def kinds_in(manifest: Manifest | None) -> dict[Kind, int] | None:
-    """Groups that left with a batch, by whether all, some or none of their sessions were right. None if the
-    run did not choose."""
-    told = {} if manifest is None else manifest.data
-    return {kind: told[kind] for kind in KINDS} if told.keys() >= set(KINDS) else None
-
-
-def kinds_text(kinds: Mapping[Kind, int] | None) -> str:
-    return "" if kinds is None else "/".join(str(kinds[kind]) for kind in KINDS)

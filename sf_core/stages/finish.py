@@ -7,11 +7,10 @@ from typing import Any
 from sf_core.models.adapter import merge_folders
 from sf_core.models.language import load_whole
 from sf_core.reports.card.card import CARD, write_card
-from sf_core.reports.export.tensorboard import write_events
+from sf_core.reports.export.trackers import write_events
 from sf_core.reports.log_lines import tell
-from sf_core.reports.series import record_devices
 from sf_core.reports.summary import summarise
-from sf_core.reports.timeline import write_timelines
+from sf_core.reports.timeline import record_devices, write_timelines
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.registry import trainer_kind

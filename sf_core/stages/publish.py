@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from sf_core.reports.cleanup import find_spare_weights
 from sf_core.stages.commit import StageResult, commits_once
+from sf_core.stages.retention import find_removable_weights
 from sf_core.stages.run import OpenRun
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def publish(run: OpenRun, iteration: int) -> StageResult:
     # an engine that is late, or refuses this version, has or reads an older one
     versions_in_use = answer.pop("held", ())
     # until the next version is published, an engine may still be reading the one before this
-    for spare in find_spare_weights(run.directory, version - 1, run.config, versions_in_use):
+    for spare in find_removable_weights(run.directory, version - 1, run.config, versions_in_use):
         log.info("%s is removed, because train.keep_weights does not keep it", spare.name)
         spare.remove()
     return StageResult(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

@@ -10,12 +10,12 @@ from typing import Any
 
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.reports.cleanup import find_spare_checkpoints
 from sf_core.reports.outcomes.figures import rollout_metrics
 from sf_core.scheduling.lending import Switching
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.commit import StageResult, commit
+from sf_core.stages.retention import find_removable_checkpoints
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import trim_memory
 from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, join_gang
@@ -124,7 +124,7 @@ def _complete(run: OpenRun, trainer: Trainer, assignment: RankAssignment, commit
     with waiting_for("the checkpoint that is being stored", run.config.cluster.stage_timeout_s):
         trainer.await_checkpoint()
     if assignment.rank == 0:
-        for spare in find_spare_checkpoints(run.directory, committed, run.config.train):
+        for spare in find_removable_checkpoints(run.directory, committed, run.config.train):
             spare.remove()
 
 

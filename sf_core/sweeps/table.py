@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sf_core.reports.pictures import SweepRow, draw_sweep
+from sf_core.reports.charts import SweepRow, draw_sweep
 from sf_core.sweeps.results import RunResult, SettingResult, describe_states
 from sf_core.sweeps.statistics import Mean
 from sf_core.sweeps.sweep import AS_IT_IS, OpenSweep

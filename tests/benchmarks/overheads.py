@@ -21,7 +21,7 @@ def measured_overheads(run: RunDirectory) -> Overheads:
     that was still loading when its lease was revoked, or was lent later, distorts them.
 
     Raises ValueError for a run without two whole iterations."""
-    iterations = [iteration.stages for iteration in RunView(run).iterations() if iteration.is_through]
+    iterations = [iteration.stages for iteration in RunView(run).iterations if iteration.is_complete]
     if len(iterations) < 2:
         raise ValueError(f"{run.run_id} has no two whole iterations to measure")
     model = DeviceModel(run.read_config(RunConfig).emulation)

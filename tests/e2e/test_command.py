@@ -21,7 +21,7 @@ from sf_core.child_processes import MARK
 from sf_core.cli.command_lock import HeldError, hold
 from sf_core.cli.stack.supervisor import call
 from sf_core.config.yaml_file import load_config
-from sf_core.reports.series import read_devices
+from sf_core.reports.view import RunView
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
 from tests import bench
@@ -111,7 +111,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
         assert read_bytes(f"{config.run_dir}/{picture}").startswith(b"\x89PNG")
     events = json.loads(read_bytes(f"{config.run_dir}/timeline.json"))["traceEvents"]
     assert {"iteration 5", "sample", "train", "yield"} <= {event["name"] for event in events}
-    assert sorted(read_devices(RunDirectory(config.run_dir), range(6))) == [0, 1, 2, 3, 4, 5]
+    assert sorted(RunView(RunDirectory(config.run_dir)).read_devices(range(6))) == [0, 1, 2, 3, 4, 5]
     AutoTokenizer.from_pretrained(f"{config.run_dir}/policy")
     AutoModelForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 

@@ -17,7 +17,7 @@ from storage.run_directory import RunDirectory
 from tests.bench.stacks.cluster import Cluster
 from tests.bench.stacks.invariants import check_result, manifests
 
-# tests/sf_core/reports/test_concerns.py has the sentence
+# tests/sf_core/reports/test_warnings.py has the sentence
 pytestmark = pytest.mark.nightly
 
 BURNT_S = 0.4

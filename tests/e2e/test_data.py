@@ -75,7 +75,7 @@ def test_its_conversations_are_exported(quickstart: RunConfig, tmp_path: Path) -
     assert len(out.read_text(encoding="utf-8").splitlines()) == 3072
 
 
-# tests/sf_core/reports/test_cleanup.py has what is kept, tests/sf_core/cli/test_replay.py has replays
+# tests/sf_core/stages/test_retention.py has what is kept, tests/sf_core/cli/test_replay.py has replays
 @pytest.mark.nightly
 def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
     cluster: Cluster, quickstart_folder: Path, tmp_path: Path

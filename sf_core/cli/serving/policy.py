@@ -11,7 +11,7 @@ from sf_core.config import RolloutConfig, RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.pictures.sight import read_sight
 from sf_core.recipes.gates import All
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.view import RunView
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
 from sf_core.stages.settling.sizes import PolicySizes
 from sf_core.stages.start import name_dtype, start_adapter, warm_folder
@@ -37,7 +37,7 @@ class Policy:
 def open_stored(uri: str, version: int | None, engine: str | None = None) -> Policy:
     """A version of the policy of a run, by default the newest published one. Raises ValueError with one
     sentence if there is no such run or version; it names the versions that are kept."""
-    view = open_run(uri)
+    view = RunView.open(uri)
     run = view.run
     config = read_with_derived(view.run)
     if not trainer_kind(config).computes_weights:
@@ -60,7 +60,7 @@ def check_run(config: RunConfig) -> None:
     """Raises ValueError, one sentence, if there is no run of the name that the user has just given."""
     if config.run_id is not None:
         try:
-            open_run(config.run_dir)
+            RunView.open(config.run_dir)
         except ValueError as error:
             raise ValueError(
                 f"--set run_id={config.run_id}: {error}; leave run_id out to try the policy that a new run "

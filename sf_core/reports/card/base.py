@@ -1,4 +1,4 @@
-"""What a policy was trained from, as far as files tell it: nothing here is guessed."""
+"""The base model of a policy, its name and its licence, as far as files name them. Nothing is guessed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def find_base(config: RunConfig, start_dir: str) -> Base:
         return Base(is_built_in=True)
     for name, published in PUBLISHED.items():
         if source in (name, str(folder_of(name))):
-            licence = {} if published.licence is None else {"license": published.licence}
-            return Base(published.base, licence)
+            named = {} if published.licence is None else {"license": published.licence}
+            return Base(published.base, named)
     cached = _IN_THE_CACHE.search(source)
     head = read_head(join(start_dir, "README.md"))
-    told = {key: str(head[key]) for key in LICENCE_KEYS if isinstance(head.get(key), str)}
+    licence = {key: str(head[key]) for key in LICENCE_KEYS if isinstance(head.get(key), str)}
     # without the licence itself, its name and link say nothing
-    return Base("/".join(cached.groups()) if cached else None, told if "license" in told else {})
+    return Base("/".join(cached.groups()) if cached else None, licence if "license" in licence else {})
 
 
 def read_head(card: str) -> dict[str, Any]:

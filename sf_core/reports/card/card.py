@@ -1,4 +1,4 @@
-"""Writes the model card of a trained policy, from what the run directory tells."""
+"""Writes the model card of a trained policy, from the run directory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from sf_core.config import RunConfig
 from sf_core.pictures.sight import read_sight
 from sf_core.reports.card.base import Base, find_base, write_head
 from sf_core.reports.card.public import public_settings
+from sf_core.reports.charts import draw_curve
 from sf_core.reports.evaluations.comparison import Comparison, Interval, compare_versions
-from sf_core.reports.pictures import draw_curve
-from sf_core.reports.series import RunSeries
 from sf_core.reports.view import RunView
 from sf_core.surroundings import ROOT
 from storage.files import join, read_if_there, write_atomic
 
 CARD = "README.md"
-PICTURE = "reward.png"
+CHART = "reward.png"
 
 _MARKED = "written by SeamlessFlow, and replaced as long as it is as written"
 _MARK = re.compile(rf"\n<!-- {_MARKED}: ([0-9a-f]{{64}}) -->\n\Z")
 
 
 def write_card(view: RunView, config: RunConfig) -> bool:
-    """Write the card and its picture into the policy folder of a run that is through. A card that somebody
+    """Write the card and its chart into the policy folder of a complete run. A card that somebody
     has edited stays as it is: then False is returned."""
     run = view.run
     uri = join(view.run.policy_dir, CARD)
@@ -40,13 +39,13 @@ def write_card(view: RunView, config: RunConfig) -> bool:
     is_edited = found is not None and not is_ours(found.decode(errors="replace"))
     if is_edited and found != read_if_there(join(run.start_dir, CARD)):
         return False
-    series = RunSeries(view, last=config.train.iterations - 1)
-    rewards = {iteration.number: iteration.reward for iteration in series.through}
-    write_atomic(join(run.policy_dir, PICTURE), draw_curve(rewards, series.held_out))
+    view = view.between(0, config.train.iterations - 1)
+    rewards = {iteration.number: iteration.reward for iteration in view.complete_iterations}
+    write_atomic(join(run.policy_dir, CHART), draw_curve(rewards, view.held_out))
     comparison = compare_versions(view, 0, config.train.iterations)
     sees = read_sight(run.start_dir) is not None
     text = render_card(
-        run.run_id, config, find_base(config, run.start_dir), series.held_out, comparison, sees=sees
+        run.run_id, config, find_base(config, run.start_dir), view.held_out, comparison, sees=sees
     )
     write_atomic(uri, sign(text).encode())
     return True
@@ -87,7 +86,7 @@ def render_card(
         _about(config, base),
         "## Evaluation",
         _evaluation(config, comparison),
-        f"![reward by iteration]({PICTURE})",
+        f"![reward by iteration]({CHART})",
         _curve(held_out),
         "## Use",
         _USE,
@@ -208,8 +207,8 @@ def find_commit() -> str | None:
             head = _git("rev-parse", "HEAD")
             return f"{head} with local changes" if _git("status", "--porcelain", "-uno") else head
     with suppress(PackageNotFoundError, ValueError, KeyError, TypeError):
-        told = distribution("seamlessflow").read_text("direct_url.json")
-        return str(json.loads(told or "")["vcs_info"]["commit_id"])
+        origin = distribution("seamlessflow").read_text("direct_url.json")
+        return str(json.loads(origin or "")["vcs_info"]["commit_id"])
     return None
 
 

@@ -15,9 +15,9 @@ from pydantic_core import to_jsonable_python
 
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import find_differences
-from sf_core.reports.series import RunSeries
-from sf_core.reports.view import Iteration, RunView
-from storage.tables.trajectories import first_rows
+from sf_core.reports.iterations import Iteration
+from sf_core.reports.sessions import merge_branches
+from sf_core.reports.view import RunView
 
 TRAINING = ("loss", "entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
 """Metrics of the train stage that are drawn."""
@@ -28,27 +28,26 @@ MOST_CHARACTERS = 80
 
 def run_figures(view: RunView, name: str) -> dict[str, Any]:
     """Curves and results of one run. Raises ValueError if a committed file is broken."""
-    series = RunSeries(view)
-    through = series.through
-    seconds = accumulate(iteration.seconds for iteration in through)
-    tokens = accumulate(iteration.sampled_tokens for iteration in through)
+    complete = view.complete_iterations
+    seconds = accumulate(iteration.seconds for iteration in complete)
+    tokens = accumulate(iteration.sampled_tokens for iteration in complete)
     return {
         "name": name,
-        "due": series.config.train.iterations,
+        "due": view.config.train.iterations,
         # where each iteration ends on the axes of the page
         "reached": [
             {"iterations": iteration.number + 1, "seconds": second, "tokens": token}
-            for iteration, second, token in zip(through, seconds, tokens, strict=True)
+            for iteration, second, token in zip(complete, seconds, tokens, strict=True)
         ],
-        "rows": [_row(iteration) for iteration in through],
-        "held_out": sorted(series.held_out.items()),
-        "best": _measured(series, max(series.held_out, key=series.held_out.__getitem__, default=None)),
-        "last": _measured(series, max(series.held_out, default=None)),
-        "failed": sum(series.failures.values()),
+        "rows": [_iteration_figures(iteration) for iteration in complete],
+        "held_out": sorted(view.held_out.items()),
+        "best": _held_out_figures(view, max(view.held_out, key=view.held_out.__getitem__, default=None)),
+        "last": _held_out_figures(view, max(view.held_out, default=None)),
+        "failed": sum(view.failures.values()),
     }
 
 
-def _row(iteration: Iteration) -> dict[str, float | None]:
+def _iteration_figures(iteration: Iteration) -> dict[str, float | None]:
     return {name: iteration.stages["train"].data.get(name) for name in TRAINING} | {
         "reward": iteration.reward,
         "lag": iteration.lag,
@@ -56,30 +55,29 @@ def _row(iteration: Iteration) -> dict[str, float | None]:
     }
 
 
-def _measured(series: RunSeries, version: int | None) -> dict[str, float | None] | None:
+def _held_out_figures(view: RunView, version: int | None) -> dict[str, float | None] | None:
     """Held-out reward of a version, with its standard error over tasks if the sessions are still stored."""
     if version is None:
         return None
     error = None
     with suppress(ValueError):
-        error = _standard_error(series, version)
-    return {"version": version, "reward": series.held_out[version], "error": error}
+        error = _standard_error(view, version)
+    return {"version": version, "reward": view.held_out[version], "error": error}
 
 
-def _standard_error(series: RunSeries, version: int) -> float | None:
+def _standard_error(view: RunView, version: int) -> float | None:
     """Standard error of the mean held-out reward over tasks. The reward of a task is the mean reward of its
     sessions. Raises ValueError if a file is missing."""
-    view = series.view
-    found = view.find_session_set(version, "evaluate")
+    session_set = view.find_session_set(version, "evaluate")
     manifest = view.manifest(version, "evaluate")
-    assert found is not None and manifest is not None
-    rows = found.read(["session_id", "task_id", "reward"])
-    sessions = rows.take(first_rows(rows["session_id"]))
+    assert session_set is not None and manifest is not None
+    columns = ["session_id", "task_id", "reward"]
+    sessions = merge_branches(session_set.read(columns), columns, {})
     judged = sessions.filter(pc.is_valid(sessions["reward"]))
     tasks = judged.group_by("task_id").aggregate([("reward", "mean")])
     # of a task without an answer no session is stored
     num_failed = manifest.data.get("num_tasks", 0) - len(sessions["task_id"].unique())
-    failed = [series.config.rollout.failed_reward] * num_failed
+    failed = [view.config.rollout.failed_reward] * num_failed
     means = np.append(tasks["reward_mean"].to_numpy(), failed)
     if len(means) < 2:
         return None
@@ -94,26 +92,26 @@ def differing_settings(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
     settings = []
     for key in sorted(differing - {"run_id"}):
         # of a section that some runs do not have, its settings are not listed apart
-        if differing.isdisjoint(_sections(key)):
-            values = [_shown(config, key) for config in configs]
-            settings.append({"key": key, "values": _cut(values)})
+        if differing.isdisjoint(_parent_sections(key)):
+            values = [_value_text(config, key) for config in configs]
+            settings.append({"key": key, "values": _cut_to_difference(values)})
     return settings
 
 
-def _sections(key: str) -> Iterator[str]:
+def _parent_sections(key: str) -> Iterator[str]:
     while "." in key:
         key = key.rpartition(".")[0]
         yield key
 
 
-def _shown(config: RunConfig, key: str) -> str:
+def _value_text(config: RunConfig, key: str) -> str:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
     return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
 
 
-def _cut(texts: Sequence[str]) -> list[str]:
+def _cut_to_difference(texts: Sequence[str]) -> list[str]:
     """The texts, or if one is too long, of each the part around the first character in which they differ."""
     is_long = max(map(len, texts)) > MOST_CHARACTERS
     start = max(0, common_length(texts) - MOST_CHARACTERS // 2) if is_long else 0

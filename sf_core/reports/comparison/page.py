@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sf_core.config import RunConfig
 from sf_core.reports.comparison.figures import common_length, differing_settings, run_figures
 from sf_core.reports.html.assembly import assemble
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView
 from storage.files import write_atomic
 
 SCRIPTS = ("dom.js", "theme.js", "charts.js", "tables.js", "comparison.js")
@@ -21,11 +21,11 @@ def write_comparison_page(uris: Sequence[str], target: str | None) -> str:
     sentence with the run, if a run is named twice or cannot be read."""
     runs = []
     configs = []
-    views = [open_run(uri) for uri in uris]
-    places = [view.run.uri for view in views]
-    if twice := [uri for uri, number in Counter(places).items() if number > 1]:
-        raise ValueError(f"{twice[0]} is named twice: name different runs to compare")
-    for view, name in zip(views, name_runs(places), strict=True):
+    views = [RunView.open(uri) for uri in uris]
+    run_uris = [view.run.uri for view in views]
+    if repeated := [uri for uri, number in Counter(run_uris).items() if number > 1]:
+        raise ValueError(f"{repeated[0]} is named twice: name different runs to compare")
+    for view, name in zip(views, name_runs(run_uris), strict=True):
         try:
             configs.append(view.run.read_config(RunConfig))
             runs.append(run_figures(view, name))
@@ -33,7 +33,7 @@ def write_comparison_page(uris: Sequence[str], target: str | None) -> str:
             raise ValueError(f"{view.run.uri} cannot be compared: {error}") from None
     figures = {"runs": runs, "settings": differing_settings(configs)}
     names = [run["name"] for run in runs]
-    page = assemble("comparison.html", SCRIPTS, {"figures": figures}, names=names, uris=places)
+    page = assemble("comparison.html", SCRIPTS, {"figures": figures}, names=names, uris=run_uris)
     write_atomic(target or DEFAULT, page)
     return target or DEFAULT
 

@@ -41,8 +41,8 @@ class GivenAnswer:
     """What the version answers at temperature 0, if that is known and another text."""
 
     @property
-    def told(self) -> str:
-        """The reward as text."""
+    def reward_text(self) -> str:
+        """The reward in words."""
         return "not judged" if self.reward is None else f"{self.reward:.2f}"
 
 
@@ -95,7 +95,7 @@ class Examples:
         return any(new.greedy for _, new in self.pairs)
 
     @property
-    def told(self) -> str:
+    def selection(self) -> str:
         """How the shown tasks were chosen, in one sentence."""
         more, less = share_rows(self.better, self.worse)
         same = len(self.pairs) - more - less

@@ -11,7 +11,7 @@ import orjson
 
 from sf_core.config import RunConfig
 from sf_core.reports.evaluations.answers import SHOWN, Answers, GivenAnswer, answers_of, choose_examples
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.view import RunView
 from storage import files
 from storage.run_directory import RunDirectory
 
@@ -60,7 +60,7 @@ class Comparison:
 def compare(after: str, before: str | None, changed: Sequence[str]) -> Comparison:
     """Compare measurements of the same tasks, given by their run directories. Raises ValueError with one
     sentence if one of them is not done or a file is missing or broken."""
-    return _compare(_open(after), None if before is None else _open(before), changed)
+    return _compare(_read_measurement(after), None if before is None else _read_measurement(before), changed)
 
 
 def compare_versions(view: RunView, before: int, after: int) -> Comparison | None:
@@ -68,13 +68,13 @@ def compare_versions(view: RunView, before: int, after: int) -> Comparison | Non
     in files that can be read."""
     config = view.run.read_config(RunConfig)
     try:
-        old, new = (_Side(version, config, answers_of(view, version)) for version in (before, after))
+        old, new = (_Answered(version, config, answers_of(view, version)) for version in (before, after))
         return _compare(new, old, ()) if old.answers and new.answers else None
     except ValueError:
         return None
 
 
-def _compare(new: _Side, old: _Side | None, changed: Sequence[str]) -> Comparison:
+def _compare(new: _Answered, old: _Answered | None, changed: Sequence[str]) -> Comparison:
     alone = Comparison(
         environment=new.config.environment.name,
         changed=list(changed),
@@ -104,7 +104,7 @@ def _compare(new: _Side, old: _Side | None, changed: Sequence[str]) -> Compariso
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _Answered:
     """The answers of a version. Sessions that failed before they had any have none."""
 
     version: int
@@ -139,11 +139,11 @@ class _Side:
         return Measured(self.version, float(means.mean()), bootstrap(means), solved)
 
 
-def _open(uri: str) -> _Side:
-    view = open_run(uri)
+def _read_measurement(uri: str) -> _Answered:
+    view = RunView.open(uri)
     if not (found := answers_of(view, 0)):
         raise ValueError(f"{view.run.uri}: the evaluation is not done, or no session gave an answer")
-    return _Side(version_of(uri), view.run.read_config(RunConfig), found)
+    return _Answered(version_of(uri), view.run.read_config(RunConfig), found)
 
 
 def _count_solved(rewards: Sequence[float]) -> int:

@@ -9,7 +9,9 @@ from typing import Any
 import pyarrow.compute as pc
 
 from sf_core.config.failures import failures_text
-from sf_core.reports.view import Iteration, RunView, SessionSet
+from sf_core.reports.iterations import Iteration
+from sf_core.reports.sessions import SessionSet
+from sf_core.reports.view import RunView
 from storage.tables.judgements import Judgement, read_judgements
 
 _SUMS = ("calls", "tokens", "cached", "unread")
@@ -35,9 +37,9 @@ def judge_rows(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
     """The figures of every judge in each iteration's batch, and in the evaluation of the version that it
     began with."""
     return [
-        {"iteration": iteration.number, "sessions": what, "judge": judge, **figures}
+        {"iteration": iteration.number, "sessions": kind, "judge": judge, **figures}
         for iteration in iterations
-        for stage, what in (("evaluate", "held-out"), ("rollout", "training"))
+        for stage, kind in (("evaluate", "held-out"), ("rollout", "training"))
         if stage in iteration.stages
         for judge, figures in iteration.stages[stage].data.get("judges", {}).items()
     ]
@@ -48,10 +50,10 @@ def sum_judges(iterations: Iterable[Iteration]) -> list[str]:
     of_judge = defaultdict[str, list[dict[str, Any]]](list)
     for row in judge_rows(iterations):
         of_judge[row["judge"]].append(row)
-    return [f"judge {name}: {_sum(own)}" for name, own in of_judge.items()]
+    return [f"judge {name}: {_judge_sentence(own)}" for name, own in of_judge.items()]
 
 
-def _sum(rows: list[dict[str, Any]]) -> str:
+def _judge_sentence(rows: list[dict[str, Any]]) -> str:
     calls, tokens, cached, unread = (sum(row[name] for row in rows) for name in _SUMS)
     slowest = max(row["p95_seconds"] for row in rows)
     agreeing = [row["agreement"] for row in rows if row["agreement"] is not None]
@@ -64,11 +66,11 @@ def _sum(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def judgements_of(view: RunView, found: SessionSet, session_id: str) -> list[Judgement]:
+def judgements_of(view: RunView, session_set: SessionSet, session_id: str) -> list[Judgement]:
     """What judges were asked for the reward of a session of this set, in order. Raises ValueError if a file
     is missing or broken."""
-    stage = {"trains iteration": "rollout", "evaluates version": "evaluate"}.get(found.kind)
-    manifest = view.manifest(found.number, stage) if stage else None
+    stage = {"trains iteration": "rollout", "evaluates version": "evaluate"}.get(session_set.kind)
+    manifest = view.manifest(session_set.number, stage) if stage else None
     if manifest is None:
         return []
     table = read_judgements(view.run, manifest)
@@ -76,12 +78,18 @@ def judgements_of(view: RunView, found: SessionSet, session_id: str) -> list[Jud
     return [Judgement(**row) for row in rows.select(Judgement.__struct_fields__).to_pylist()]
 
 
-def describe_judgement(one: Judgement) -> str:
-    """A judgement in one line."""
-    if one.judge is None:
-        return f"{one.item} {one.verdict}"
-    said = one.verdict or ("no reply" if one.reply is None else f"{one.reply}, which could not be read")
-    cost = "known before" if one.cached else f"{one.tokens} tokens, {one.attempts} calls, {one.seconds:.2f} s"
-    if one.discarded:
-        cost += f"; discarded replies: {failures_text(Counter(one.discarded))}"
-    return " ".join(filter(None, (one.item, said, f"({cost})")))
+def describe_judgement(judgement: Judgement) -> str:
+    """A judgement in judgement line."""
+    if judgement.judge is None:
+        return f"{judgement.item} {judgement.verdict}"
+    verdict = judgement.verdict or (
+        "no reply" if judgement.reply is None else f"{judgement.reply}, which could not be read"
+    )
+    cost = (
+        "known before"
+        if judgement.cached
+        else f"{judgement.tokens} tokens, {judgement.attempts} calls, {judgement.seconds:.2f} s"
+    )
+    if judgement.discarded:
+        cost += f"; discarded replies: {failures_text(Counter(judgement.discarded))}"
+    return " ".join(filter(None, (judgement.item, verdict, f"({cost})")))

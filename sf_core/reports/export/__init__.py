@@ -1,1 +1,1 @@
-"""Committed trajectories as files that other training tools read."""
+"""A run for other tools: its trajectories as files of other trainers, its metrics in trackers."""

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.messages import Message, text_of
-from sf_core.reports.export.conversations import UNTOLD, Format, Row, StoredChat, Turn
+from sf_core.reports.export.conversations import SAMPLED_UNKNOWN, Format, Row, StoredChat, Turn
 from storage import files
 from storage.json_files import load_json
 
@@ -30,7 +30,7 @@ class Atif(Format):
 
     def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.sampled is None:
-            return UNTOLD
+            return SAMPLED_UNKNOWN
         facts = conversation.facts | {"parent_branch_id": conversation.parent_branch_id}
         agent = {
             "name": "seamlessflow",
@@ -61,7 +61,7 @@ class Atif(Format):
 
 def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
-    pictures = iter(conversation.pictures or ())
+    images = iter(conversation.images or ())
 
     def read(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         if isinstance(content, str) or all(part["type"] == "text" for part in content):
@@ -69,7 +69,7 @@ def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dic
         return [
             {"type": "text", "text": part["text"]}
             if part["type"] == "text"
-            else {"type": "image", "source": {"media_type": "image/png", "path": next(pictures)}}
+            else {"type": "image", "source": {"media_type": "image/png", "path": next(images)}}
             for part in content
         ]
 
@@ -90,15 +90,15 @@ def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dic
 
 
 def _convert_answer(message: Message) -> dict[str, Any]:
-    """What an answer has beside its text."""
-    said: dict[str, Any] = {}
+    """The fields of an answer beside its text."""
+    fields: dict[str, Any] = {}
     if thought := message.get("reasoning_content"):
-        said["reasoning_content"] = thought
+        fields["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
-        said["tool_calls"] = list(map(_convert_call, calls))
+        fields["tool_calls"] = list(map(_convert_call, calls))
     if unparsed := message.get("unparsed_calls"):
-        said["extra"] = {"unparsed_calls": unparsed}
-    return said
+        fields["extra"] = {"unparsed_calls": unparsed}
+    return fields
 
 
 def _convert_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -110,13 +110,13 @@ def _convert_call(call: dict[str, Any]) -> dict[str, Any]:
 def _metrics(conversation: StoredChat, turn: Turn) -> dict[str, Any]:
     start = turn["start"]
     end = turn["end"]
-    told = {name: value for name, value in turn.items() if name not in ("role", "start", "end")}
+    facts = {name: value for name, value in turn.items() if name not in ("role", "start", "end")}
     metrics = {
         "prompt_tokens": start,
         "completion_tokens": end - start,
         "prompt_token_ids": conversation.token_ids[:start].tolist(),
         "completion_token_ids": conversation.token_ids[start:end].tolist(),
         "logprobs": conversation.logprobs[start:end].tolist(),
-        "extra": {"policy_versions": conversation.policy_versions[start:end].tolist(), **told},
+        "extra": {"policy_versions": conversation.policy_versions[start:end].tolist(), **facts},
     }
     return {"llm_call_count": 1, "metrics": metrics}

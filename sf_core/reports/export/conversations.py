@@ -1,4 +1,4 @@
-"""Stored branches as conversations, of which each format makes what it can hold; and the base of formats."""
+"""Stored branches as conversations, which formats convert to rows; and the base of all formats."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environ
 """Columns of every format beside the conversation."""
 
 MAX_ROWS = 256
-"""Number of rows held at once."""
+"""Number of rows in memory at a time."""
 
-UNTOLD = "it is unknown which answers were sampled"
+SAMPLED_UNKNOWN = "it is unknown which answers were sampled"
 
 Turn = dict[str, Any]
 """An element of the column `turns`."""
 
 _PER_TOKEN = {"token_ids": None, "logprobs": np.nan, "policy_versions": NOT_SAMPLED}
-"""Columns with one value per token, and what stands for null."""
+"""Columns with one value per token, and the value that stands for null."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChat:
     messages: list[Message]
-    """Contents are texts, of policies that see lists of parts."""
+    """Contents are texts; lists of parts if the policy takes images."""
     sampled: list[Turn | None] | None
-    """For each message the turn that sampled it, unless an earlier branch has it; None if that cannot be
-    told."""
+    """For each message the turn that sampled it, unless an earlier branch has it; None if the turns are
+    unknown."""
     tools: str | None
     """Tools as JSON text; None if there are none."""
     turns: list[Turn]
     token_ids: np.ndarray
     logprobs: np.ndarray
     policy_versions: np.ndarray
-    pictures: list[str] | None
-    """Files of the pictures that its messages show, in order; None of a policy that does not see."""
+    images: list[str] | None
+    """Files of the images in the messages, in order; None if the policy takes no images."""
     policy: str
     parent_branch_id: str | None
     facts: dict[str, Any]
 
     @property
     def trained(self) -> list[bool] | None:
-        """Whether each message is trained; None if that cannot be told."""
+        """Whether each message is trained; None if that is unknown."""
         return None if self.sampled is None else [turn is not None for turn in self.sampled]
 
     @property
-    def seen(self) -> np.ndarray:
+    def prompt_ids(self) -> np.ndarray:
         """Token ids before the last answer, with which a branch ends."""
         return self.token_ids[: self.turns[-1]["start"]] if self.turns else self.token_ids
 
@@ -70,7 +70,7 @@ Rendered = tuple[list[Message], list[Tool]]
 
 
 class Format:
-    """What each format overrides; a format that does not is a file with one JSON object per line."""
+    """Base of all formats. By default a format is a file with one JSON object per line."""
 
     ending = ".jsonl"
 
@@ -78,7 +78,7 @@ class Format:
         """`parts` is ignored: JSON needs no schema before writing."""
 
     def render(self, conversation: StoredChat) -> Rendered:
-        """Messages and tools with all that templates read; pictures are parts, as readers give them."""
+        """Messages and tools with all that templates read; images are parts, as readers give them."""
         messages = [
             {name: value for name, value in message.items() if name != "unparsed_calls"}
             for message in conversation.messages
@@ -97,7 +97,7 @@ class Format:
 
 
 def read_conversations(uri: str, media: str) -> Iterator[list[StoredChat]]:
-    """`media`: the folder of the run's pictures."""
+    """`media`: the folder of the run's images."""
     iteration = iteration_of(uri)
     # `iteration` is in the URI, not in the file
     columns = [name for name in FACTS if name != "iteration"]
@@ -125,11 +125,11 @@ def _conversation(
 ) -> StoredChat:
     messages = load_json(row["messages"])
     turns = row["turns"]
-    pictures = None
+    images = None
     if IMAGES.name in row:
-        pictures = [media_file(media, part["sha256"]) for part in list_pictures(messages)]
+        images = [media_file(media, part["sha256"]) for part in list_pictures(messages)]
     # texts and parts would make columns of two types
-    read = text_of if pictures is None else _parts_of
+    read = text_of if images is None else _parts_of
     messages = [message | {"content": read(message)} for message in messages]
     return StoredChat(
         messages,
@@ -139,7 +139,7 @@ def _conversation(
         token_ids,
         logprobs,
         policy_versions,
-        pictures,
+        images,
         row["policy"],
         row["parent_branch_id"],
         {name: row[name] for name in FACTS} | {"as_seen": None},
@@ -155,27 +155,27 @@ def _parts_of(message: Message) -> list[dict[str, Any]]:
 
 _MARK = "<image>"
 
-SPELLED = f"a text contains {_MARK}"
-"""Why a conversation with pictures is left out: a reader would take the text for a picture."""
+HAS_MARK = f"a text contains {_MARK}"
+"""Why a conversation with images is left out: a reader would take the text for an image."""
 
 
-def mark_pictures(conversation: StoredChat) -> list[Message] | None:
-    """The messages, each with one text, in which `<image>` stands for each picture: so LLaMA-Factory and verl
-    name the next one of the row's list. None if a text spells that itself."""
-    if conversation.pictures is None:
+def mark_images(conversation: StoredChat) -> list[Message] | None:
+    """The messages, each with one text, in which `<image>` stands for each image: LLaMA-Factory and verl
+    replace it by the next image of the row. None if a text contains `<image>` itself."""
+    if conversation.images is None:
         return conversation.messages
-    marked = [
+    with_marks = [
         {**message, "content": "".join(part["text"] or _MARK for part in message["content"])}
         for message in conversation.messages
     ]
-    spelled = sum(message["content"].count(_MARK) for message in marked) > len(conversation.pictures)
-    return None if spelled else marked
+    has_mark = sum(message["content"].count(_MARK) for message in with_marks) > len(conversation.images)
+    return None if has_mark else with_marks
 
 
 def _find_sampled(
     messages: Sequence[Message], turns: Sequence[Turn], shared_prefix: int
 ) -> list[Turn | None] | None:
-    """See `Conversation.sampled`. A turn may cover several messages (tool results with one end, a prompt
+    """See `StoredChat.sampled`. A turn may cover several messages (tool results with one end, a prompt
     shared in part); a given answer, or one rewritten by the template, has no turn of its own."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     sampled: list[Turn | None] = []

@@ -17,7 +17,7 @@ from sf_core.reports.export.conversations import Format, Row, read_conversations
 from sf_core.reports.export.sharegpt import ShareGpt
 from sf_core.reports.export.trl import Trl
 from sf_core.reports.export.verl import Verl
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.view import RunView
 from storage import files
 from storage.run_directory import RunDirectory
 
@@ -45,13 +45,13 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
         raise ValueError(f"{out}: the name of a file for {format_name} must end in {make.ending}")
     run = RunDirectory(run_uri)
     # a folder of `sf serve --record` has opened sessions, and no run
-    view = RunView(run) if opened and run.list_partitions("opened") else open_run(run_uri)
+    view = RunView(run) if opened and run.list_partitions("opened") else RunView.open(run_uri)
     if files.exists(out):
         raise ValueError(f"{out} already exists; choose another name or remove it")
     parts = view.parts("opened at version" if opened else "trains iteration")
     if not parts:
-        what = "opened sessions have finished" if opened else "trajectories are committed"
-        raise ValueError(f"{run.run_id}: no {what} yet")
+        missing = "opened sessions have finished" if opened else "trajectories are committed"
+        raise ValueError(f"{run.run_id}: no {missing} yet")
     num_rows = 0
     left_out = Counter[str]()
     unlike = 0
@@ -63,19 +63,19 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
         nonlocal num_rows, unlike
         read = (read_conversations(uri, media) for uri in parts)
         for conversations in itertools.chain.from_iterable(read):
-            kept = []
+            exported = []
             for conversation in conversations:
                 if reader is not None:
-                    as_seen = reader.is_as_seen(*kind.render(conversation), conversation.seen.tolist())
+                    as_seen = reader.is_as_seen(*kind.render(conversation), conversation.prompt_ids.tolist())
                     conversation.facts["as_seen"] = as_seen
                 row = kind.convert(conversation)
                 if isinstance(row, str):
                     left_out[row] += 1
                 else:
                     unlike += conversation.facts["as_seen"] is False
-                    kept.append(row)
-            num_rows += len(kept)
-            yield kept
+                    exported.append(row)
+            num_rows += len(exported)
+            yield exported
 
     kind.write(out, rows())
     return Exported(num_rows, left_out, unlike, unchecked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.reports.export.conversations import SPELLED, Format, Row, StoredChat, mark_pictures
+from sf_core.reports.export.conversations import HAS_MARK, Format, Row, StoredChat, mark_images
 
 
 class ShareGpt(Format):
@@ -15,9 +15,9 @@ class ShareGpt(Format):
     left out, as there. `tools` is JSON text; `images` are the files that `<image>` in texts stands for."""
 
     def convert(self, conversation: StoredChat) -> Row | str:
-        messages = mark_pictures(conversation)
+        messages = mark_images(conversation)
         if messages is None:
-            return SPELLED
+            return HAS_MARK
         system = [message["content"] for message in messages if message["role"] == "system"]
         turns: list[dict[str, str]] = []
         for message in messages:
@@ -32,7 +32,7 @@ class ShareGpt(Format):
         if not turns or len(turns) % 2 or sides != [True, False] * (len(turns) // 2):
             return "speakers do not take turns"
         facts = {"tools": conversation.tools or "", **conversation.facts}
-        images = {} if conversation.pictures is None else {"images": conversation.pictures}
+        images = {} if conversation.images is None else {"images": conversation.images}
         return {"conversations": turns, "system": "\n".join(system), **images, **facts}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tables import judgements, parquet
@@ -29,7 +29,7 @@ JUDGEMENTS = {
 def export_tables(run_uri: str, out: str) -> int:
     """Write the tables into a folder, as they are in a run directory; returns the number of rows. Raises
     ValueError with one sentence if there is no run, the folder is not empty, or a file cannot be read."""
-    run = open_run(run_uri).run
+    run = RunView.open(run_uri).run
     copy = RunDirectory(out)
     if files.list_folders(out) or files.list_files(out):
         raise ValueError(f"{out} is not empty; choose another folder or remove it")

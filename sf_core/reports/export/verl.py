@@ -16,14 +16,14 @@ from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.reports.export.conversations import (
     FACTS,
+    HAS_MARK,
     MAX_ROWS,
-    SPELLED,
-    UNTOLD,
+    SAMPLED_UNKNOWN,
     Format,
     Rendered,
     Row,
     StoredChat,
-    mark_pictures,
+    mark_images,
 )
 from storage import files
 from storage.json_files import load_json
@@ -34,7 +34,7 @@ class Verl(Format):
     """verl's MultiTurnSFTDataset (verl/utils/dataset/multiturn_sft_dataset.py of verl-project/verl): Parquet
     with a list of messages; `trainable` false keeps an assistant message out of the loss. Parquet has one
     type per field: arguments of tool calls are JSON strings, as in OpenAI's API, and a field that one tool
-    has is null in all others. Files of pictures, for which `<image>` in texts stands, are in `images`."""
+    has is null in all others. Files of images, for which `<image>` in texts stands, are in `images`."""
 
     ending = ".parquet"
 
@@ -48,20 +48,20 @@ class Verl(Format):
 
     def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.trained is None:
-            return UNTOLD
+            return SAMPLED_UNKNOWN
         if True not in conversation.trained:
             return "no sampled answer"
         tools = conversation.tools
         if tools is not None and tools not in self._tools:
             return "the tools have no Parquet type"
-        marked = mark_pictures(conversation)
+        marked = mark_images(conversation)
         facts = conversation.facts
         if marked is None:
-            return SPELLED
+            return HAS_MARK
         messages = self._messages(conversation, marked)
         columns = {"data_source": facts["environment"], "extra_info": facts}
-        if conversation.pictures is not None:
-            columns["images"] = [{"image": file} for file in conversation.pictures]
+        if conversation.images is not None:
+            columns["images"] = [{"image": file} for file in conversation.images]
         return {"messages": messages, "tools": self._tools[tools] if tools else None, **columns}
 
     def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
@@ -93,10 +93,10 @@ def _distinct_tools(uri: str) -> Iterator[str]:
 def _in_parquet(tools: dict[str, list[Tool]]) -> tuple[dict[str, list[Tool]], pa.DataType]:
     """Every list of tools as read back from a Parquet column that holds them all, and the column's type; no
     tools if there is no such type."""
-    held = BytesIO()
+    file = BytesIO()
     try:
-        pq.write_table(pa.table({"tools": pa.array(tools.values())}), held)
-        column = pq.read_table(held)["tools"]
+        pq.write_table(pa.table({"tools": pa.array(tools.values())}), file)
+        column = pq.read_table(file)["tools"]
     # one field of two types, or a mapping that is always empty; large integers; halves of characters
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):
         return {}, pa.null()

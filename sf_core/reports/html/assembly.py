@@ -18,8 +18,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from sf_core.reports.html.blocks import compress
 
 
-def assemble(template: str, scripts: Sequence[str], data: Mapping[str, object], **said: object) -> bytes:
-    """The page as UTF-8. `data` is embedded as JSON by name; `said` fills the template."""
+def assemble(template: str, scripts: Sequence[str], data: Mapping[str, object], **texts: object) -> bytes:
+    """The page as UTF-8. `data` is embedded as JSON by name; `texts` fill the template."""
     environment = Environment(
         loader=PackageLoader("sf_core.reports.html", "assets"), autoescape=True, undefined=StrictUndefined
     )
@@ -33,7 +33,7 @@ def assemble(template: str, scripts: Sequence[str], data: Mapping[str, object], 
         script_hash=_hash(script),
         # null for NaN, which browsers cannot parse
         data={name: compress(orjson.dumps(value)) for name, value in data.items()},
-        **said,
+        **texts,
     )
     return page.encode()
 

@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from sf_core.reports.html.session_list import SessionFacts, choose_telling, list_sessions
-from sf_core.reports.view import SessionSet
+from sf_core.reports.html.session_list import SessionFacts, choose_extreme, list_sessions
+from sf_core.reports.sessions import SessionSet
 from storage.media import read_picture
 from storage.tables.schema import NOT_SAMPLED, SEEING_SCHEMA, Trajectory
 from storage.tables.trajectories import to_rows
@@ -42,10 +42,10 @@ TRAINED = 2
 """State of a token: not sampled; sampled, trained in another branch; sampled and trained here."""
 
 MAX_MISSES = 3
-"""After this many samplings in a row without a fitting session, older files are not read in full."""
+"""After this many sets of sessions in a row without a fitting session, older files are not read in full."""
 
 THUMBNAIL = 160
-"""Most pixels of a side of a picture in a page."""
+"""Most pixels of a side of an image in a page."""
 
 NO_LOGPROB = 1
 """Mark of a missing log-prob; no real one is positive."""
@@ -69,19 +69,19 @@ class Embedded:
         return sum(map(len, self.blocks))
 
 
-def embed_sessions(samplings: Sequence[SessionSet], media: str, budget: int) -> Embedded:
-    """Blocks of at most `budget` characters in total. `media`: the folder of the run's pictures. Raises
+def embed_sessions(session_sets: Sequence[SessionSet], media: str, budget: int) -> Embedded:
+    """Blocks of at most `budget` characters in total. `media`: the folder of the run's images. Raises
     ValueError if a file of sessions is missing or broken."""
-    newest_first = [(sampling, list_sessions(sampling)) for sampling in reversed(samplings)]
+    newest_first = [(session_set, list_sessions(session_set)) for session_set in reversed(session_sets)]
     embedded = Embedded(num_all=sum(len(sessions) for _, sessions in newest_first))
-    told = {session.session_id for _, sessions in newest_first for session in choose_telling(sessions)}
-    for are_telling in (True, False):
+    preferred = {session.session_id for _, sessions in newest_first for session in choose_extreme(sessions)}
+    for is_preferred in (True, False):
         misses = 0
-        for sampling, sessions in newest_first:
-            wanted = [session for session in sessions if (session.session_id in told) == are_telling]
+        for session_set, sessions in newest_first:
+            wanted = [session for session in sessions if (session.session_id in preferred) == is_preferred]
             # blocks do not come in every size, so a little of the budget stays unused
             if wanted and misses < MAX_MISSES and embedded.num_characters < 0.98 * budget:
-                fits = _embed(embedded, sampling, wanted, media, budget)
+                fits = _embed(embedded, session_set, wanted, media, budget)
                 misses = 0 if fits else misses + 1
     return embedded
 
@@ -91,16 +91,16 @@ def compress(data: bytes) -> str:
 
 
 def _embed(
-    embedded: Embedded, sampling: SessionSet, sessions: Sequence[SessionFacts], media: str, budget: int
+    embedded: Embedded, session_set: SessionSet, sessions: Sequence[SessionFacts], media: str, budget: int
 ) -> bool:
     """Add the sessions that fit; returns whether any did."""
     num_before = len(embedded.blocks)
-    table = sampling.read(SEEING_SCHEMA.names)
+    table = session_set.read(SEEING_SCHEMA.names)
     wanted = pa.array([session.session_id for session in sessions])
     rows: dict[str, list[Trajectory]] = {session.session_id: [] for session in sessions}
     for row in to_rows(table.filter(pc.is_in(table["session_id"], wanted))):
         rows[row.session_id].append(row)
-    for part in _parts(sessions):
+    for part in _split(sessions):
         branches = [rows[session.session_id] for session in part]
         block = compress(encode_block(branches, media))
         if embedded.num_characters + len(block) > budget:
@@ -113,7 +113,7 @@ def _embed(
     return len(embedded.blocks) > num_before
 
 
-def _parts(sessions: Sequence[SessionFacts]) -> Iterator[list[SessionFacts]]:
+def _split(sessions: Sequence[SessionFacts]) -> Iterator[list[SessionFacts]]:
     part: list[SessionFacts] = []
     for session in sessions:
         if part and sum(other.tokens for other in part) + session.tokens > BLOCK_TOKENS:
@@ -136,7 +136,7 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]], media: str) -> bytes:
         for row in branches:
             parent = row.parent_branch_id if row.parent_branch_id in ids else None
             shared = row.shared_prefix if parent is not None else 0
-            entries.append(_branch(row, parent, shared, reached))
+            entries.append(_describe_branch(row, parent, shared, reached))
             own.append((row, slice(shared, None)))
             reached += len(row.token_ids) - shared
         described.append(
@@ -156,13 +156,13 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]], media: str) -> bytes:
     arrays = [
         np.concatenate([row.token_ids[span] for row, span in own]).astype("<i4"),
         np.concatenate([row.policy_versions[span] for row, span in own]).astype("<i4"),
-        np.concatenate([_thousandths(row.logprobs[span]) for row, span in own]).astype("<i2"),
-        np.concatenate([_states(row)[span] for row, span in own]).astype("u1"),
+        np.concatenate([_in_thousandths(row.logprobs[span]) for row, span in own]).astype("<i2"),
+        np.concatenate([_token_states(row)[span] for row, span in own]).astype("u1"),
     ]
     return b"".join([struct.pack("<I", len(head)), head, *(array.tobytes() for array in arrays)])
 
 
-def _branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dict[str, Any]:
+def _describe_branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dict[str, Any]:
     """`begin` is the index in the block of the branch's first token that is not its parent's."""
     return {
         "id": row.branch_id,
@@ -178,22 +178,22 @@ def _branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dic
 
 @lru_cache(maxsize=4096)
 def make_thumbnail(media: str, sha256: str) -> str | None:
-    """A picture made small, as data URL; None if its file is not there."""
+    """The image as a small data URL; None if its file is missing."""
     try:
-        picture = Image.open(io.BytesIO(read_picture(media, sha256)))
+        image = Image.open(io.BytesIO(read_picture(media, sha256)))
     except ValueError:
         return None
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
     file = io.BytesIO()
-    picture.save(file, "WEBP", quality=60)
+    image.save(file, "WEBP", quality=60)
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _thousandths(logprobs: np.ndarray) -> np.ndarray:
+def _in_thousandths(logprobs: np.ndarray) -> np.ndarray:
     whole = np.clip(np.round(logprobs * 1000), -32768, 0)
     return np.where(np.isnan(logprobs), NO_LOGPROB, np.nan_to_num(whole))
 
 
-def _states(row: Trajectory) -> np.ndarray:
+def _token_states(row: Trajectory) -> np.ndarray:
     sampled = row.policy_versions != NOT_SAMPLED
     return np.where(row.loss_mask, TRAINED, np.where(sampled, CARRIED, GIVEN))

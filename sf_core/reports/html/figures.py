@@ -16,8 +16,9 @@ import pyarrow as pa
 from sf_core.reports.evaluations.answers import compare_ends
 from sf_core.reports.evaluations.comparison import read_comparisons
 from sf_core.reports.evaluations.judgements import judge_rows
-from sf_core.reports.series import RunSeries, record_devices
-from sf_core.reports.view import Iteration, RunView
+from sf_core.reports.iterations import Iteration
+from sf_core.reports.timeline import record_devices
+from sf_core.reports.view import RunView
 from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.timeline import Span
 from sf_core.stopwatch import Window
@@ -33,47 +34,46 @@ TIMELINE_STEPS = 4000
 """Gaps shorter than the run divided by this are closed in the timeline: they would be invisible."""
 
 
-def run_figures(view: RunView) -> dict[str, Any]:
+def page_figures(view: RunView) -> dict[str, Any]:
     """All figures, without the sessions. Raises ValueError if a committed file is missing or broken."""
-    series = RunSeries(view)
-    rollouts = {number: asdict(figures) for number, figures in series.rollouts.items()}
+    rollouts = {number: asdict(figures) for number, figures in view.rollouts.items()}
     # writes, so only after the checks for broken files; without write access older figures are shown
     with suppress(StorageError):
-        record_devices(view, len(series.iterations) - 1)
+        record_devices(view, len(view.iterations) - 1)
     rows = [
         {
             "iteration": number,
-            "seconds": iteration.seconds if iteration.is_through else None,
-            "sampled_tokens": iteration.sampled_tokens if iteration.is_through else None,
+            "seconds": iteration.seconds if iteration.is_complete else None,
+            "sampled_tokens": iteration.sampled_tokens if iteration.is_complete else None,
             "missing": [stage for stage in STAGES if stage not in iteration.stages],
             "rollout": rollouts.get(number),
             "groups": iteration.kinds,
-            "training": _training(iteration),
-            "devices": series.devices.get(number, {}),
+            "training": _training_metrics(iteration),
+            "devices": view.devices.get(number, {}),
         }
-        for number, iteration in enumerate(series.iterations)
+        for number, iteration in enumerate(view.iterations)
     ]
-    before, after, examples = compare_ends(view, series.held_out)
+    before, after, examples = compare_ends(view, view.held_out)
     pairs = [[asdict(old), asdict(new)] for old, new in examples.pairs]
-    answers = {"before": before, "after": after, "pairs": pairs, "told": examples.told}
+    answers = {"before": before, "after": after, "pairs": pairs, "selection": examples.selection}
     return {
         "iterations": rows,
-        "held_out": sorted(series.held_out.items()),
+        "held_out": sorted(view.held_out.items()),
         "answers": answers,
         "comparisons": read_comparisons(view.run.measured_dir),
-        "timeline": _timeline(series.spans, series.windows.values()),
-        "tokens_sampled": series.tokens_sampled,
-        "judges": judge_rows(series.iterations),
-        "groups": [row for iteration in series.iterations for row in _groups(view, iteration)],
+        "timeline": _timeline_figures(view.spans, view.windows.values()),
+        "tokens_sampled": view.tokens_sampled,
+        "judges": judge_rows(view.iterations),
+        "groups": [row for iteration in view.iterations for row in _iteration_groups(view, iteration)],
     }
 
 
-def _training(iteration: Iteration) -> dict[str, float]:
+def _training_metrics(iteration: Iteration) -> dict[str, float]:
     data = iteration.stages["train"].data if "train" in iteration.stages else {}
     return {name: data[name] for name in TRAINING if data.get(name) is not None}
 
 
-def _timeline(spans: Sequence[Span], windows: Iterable[Window]) -> dict[str, Any]:
+def _timeline_figures(spans: Sequence[Span], windows: Iterable[Window]) -> dict[str, Any]:
     begin = min((span.start for span in spans), default=0.0)
     end = max((span.end for span in spans), default=0.0)
     gap_s = (end - begin) / TIMELINE_STEPS
@@ -100,7 +100,7 @@ def _bars(spans: Iterable[Span], begin: float, gap_s: float) -> list[list[Any]]:
     ]
 
 
-def _groups(view: RunView, iteration: Iteration) -> list[list[Any]]:
+def _iteration_groups(view: RunView, iteration: Iteration) -> list[list[Any]]:
     """Rows [iteration, group, task, rewards, decision]; the decision on a rejected group is the reason."""
     run = view.run
     number = iteration.number

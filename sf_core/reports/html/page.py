@@ -7,16 +7,14 @@ from dataclasses import asdict
 
 import yaml
 
-from sf_core.config.failures import failures_text
 from sf_core.models.token_bytes import token_bytes
 from sf_core.models.tokenizer import open_tokenizer
-from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.html.assembly import assemble
 from sf_core.reports.html.blocks import Embedded, embed_sessions
-from sf_core.reports.html.figures import run_figures
-from sf_core.reports.series import RunSeries
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.html.figures import page_figures
+from sf_core.reports.view import RunView
+from sf_core.reports.warnings import run_failures, run_warnings
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
@@ -35,7 +33,7 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
     """
     if not 0 < max_mb < math.inf:
         raise ValueError(f"the size limit of the page must be more than 0 MB, got {max_mb:g} MB")
-    view = open_run(uri)
+    view = RunView.open(uri)
     target = target or view.run.path("report.html")
     page = render(view, int(max_mb * 1e6))
     write_atomic(target, page)
@@ -45,9 +43,9 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
 def render(view: RunView, max_bytes: int) -> bytes:
     """The page as UTF-8."""
     run = view.run
-    figures = run_figures(view)
-    said = _collect_texts(view)
-    base = len(_fill(run, figures, said, Embedded()))
+    figures = page_figures(view)
+    texts = _collect_texts(view)
+    base = len(_render_page(run, figures, texts, Embedded()))
     if base > max_bytes:
         raise ValueError(
             f"{run.uri}: without sessions the page needs {base / 1e6:.1f} MB, but the limit is "
@@ -56,42 +54,39 @@ def render(view: RunView, max_bytes: int) -> bytes:
     # the rest is for the list of sessions and the vocabulary
     budget = int((max_bytes - base) * 0.9)
     embedded = embed_sessions(list(view.iter_session_sets()), run.media_dir, budget)
-    page = _fill(run, figures, said, embedded)
+    page = _render_page(run, figures, texts, embedded)
     while len(page) > max_bytes and embedded.blocks:
         _drop_last_block(embedded)
-        page = _fill(run, figures, said, embedded)
+        page = _render_page(run, figures, texts, embedded)
     return page
 
 
 def _drop_last_block(embedded: Embedded) -> None:
     embedded.blocks.pop()
-    kept = embedded.block_of.index(len(embedded.blocks))
-    del embedded.facts[kept:], embedded.block_of[kept:]
+    first_dropped = embedded.block_of.index(len(embedded.blocks))
+    del embedded.facts[first_dropped:], embedded.block_of[first_dropped:]
 
 
 def _collect_texts(view: RunView) -> dict[str, object]:
-    """What the page says in words: why little was learned, and the settings of the run as YAML."""
-    series = RunSeries(view)
-    counted = {"failed sessions": series.failures, "failed held-out sessions": series.held_out_failures}
-    failed = [f"{what}: {failures_text(failures)}" for what, failures in counted.items() if failures]
-    settings = series.config.model_dump(mode="json")
+    """The texts of the page: failures and warnings, and the settings of the run as YAML."""
+    settings = view.config.model_dump(mode="json")
     return {
-        "is_judged": bool(judge_rows(series.iterations)),
+        "is_judged": bool(judge_rows(view.iterations)),
         "adapter": view.describe_adapter(),
-        "concerns": failed + sum_run_concerns(series),
+        "warnings": run_failures(view) + run_warnings(view),
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
     }
 
 
-def _fill(
-    run: RunDirectory, figures: dict[str, object], said: dict[str, object], embedded: Embedded
+def _render_page(
+    run: RunDirectory, figures: dict[str, object], texts: dict[str, object], embedded: Embedded
 ) -> bytes:
     data = {
         "figures": figures,
         "sessions": _session_list(embedded),
         "vocabulary": _vocabulary(run, embedded),
     }
-    return assemble("report.html", SCRIPTS, data, run_id=run.run_id, blocks=embedded.blocks, **said)
+    return assemble("report.html", SCRIPTS, data, run_id=run.run_id, blocks=embedded.blocks, **texts)
 
 
 def _session_list(embedded: Embedded) -> dict[str, object]:

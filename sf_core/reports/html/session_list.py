@@ -9,18 +9,10 @@ from heapq import nlargest
 import numpy as np
 import pyarrow.compute as pc
 
-from sf_core.reports.view import SessionSet
-from storage.tables.schema import SCHEMA
+from sf_core.reports.sessions import SessionSet, merge_branches
 
-_OF_BRANCHES = {
-    # all branches of a session are alike in these
-    **dict.fromkeys(("task_id", "environment", "group_id", "reward", "status"), "first"),
-    **dict.fromkeys(("tokens", "sampled", "interruptions"), "sum"),
-    "place": "min",
-    "min_version": "min",
-    "max_version": "max",
-}
-"""How facts of a session come from those of its branches."""
+_COLUMNS = ("session_id", "task_id", "environment", "group_id", "reward", "status")
+_VERSIONS = ("min_version", "max_version", "interruptions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +38,23 @@ class SessionFacts:
     interruptions: int
 
 
-def list_sessions(sampling: SessionSet) -> list[SessionFacts]:
+def list_sessions(session_set: SessionSet) -> list[SessionFacts]:
     """One line per session. Raises ValueError with one sentence if a file is missing or broken."""
-    table = sampling.read(["session_id", "loss_mask", *(_OF_BRANCHES.keys() & {*SCHEMA.names})])
-    mask = table["loss_mask"].combine_chunks()
-    sampled = np.bincount(pc.list_parent_indices(mask), pc.list_flatten(mask), len(table)).astype(int)
-    more = {"tokens": pc.list_value_length(mask), "sampled": [sampled], "place": [np.arange(len(table))]}
-    for name, column in more.items():
-        table = table.append_column(name, column)
-    groups = table.group_by("session_id", use_threads=False)
-    # they come in any order
-    found = groups.aggregate([*_OF_BRANCHES.items(), ([], "count_all")]).sort_by("place_min")
-    return [
-        SessionFacts(
-            row["session_id"],
-            sampling.kind,
-            sampling.number,
-            sampling.marks,
-            branches=row["count_all"],
-            **{name: row[f"{name}_{how}"] for name, how in _OF_BRANCHES.items() if name != "place"},
-        )
-        for row in found.to_pylist()
-    ]
+    columns = [*_COLUMNS, *_VERSIONS]
+    branches = session_set.read([*columns, "loss_mask"])
+    mask = branches["loss_mask"].combine_chunks()
+    tokens = mask.value_lengths().to_numpy()
+    # the mask is true for tokens that count
+    sampled = np.bincount(pc.list_parent_indices(mask), pc.list_flatten(mask), len(branches)).astype(int)
+    merged = merge_branches(branches, columns, {"tokens": tokens, "sampled": sampled})
+    kind = session_set.kind
+    number = session_set.number
+    marks = session_set.marks
+    rows = merged.to_pylist()
+    return [SessionFacts(kind=kind, number=number, marks=marks, **row) for row in rows]
 
 
-def choose_telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
+def choose_extreme(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
     """The two most extreme sessions by each criterion: interruptions, branches, versions, tokens, reward."""
     reasons: tuple[Callable[[SessionFacts], float], ...] = (
         lambda session: session.interruptions,

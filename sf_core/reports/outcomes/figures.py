@@ -11,7 +11,7 @@ from typing import Any
 from sf_core.recipes.gates import KINDS, Kind, kind_of, num_right
 from sf_core.recipes.outcomes import Result, Success
 from sf_core.reports.evaluations.judgements import judge_metrics
-from sf_core.reports.view import kinds_in
+from sf_core.reports.iterations import kinds_in
 from storage.manifests import Manifest
 
 LENGTHS = ("length_kept", "length_cut", "cut_sessions")
@@ -22,8 +22,8 @@ Row = Mapping[str, Any]
 
 
 def rollout_metrics(manifest: Manifest | None) -> dict[str, float]:
-    """What the metrics of a train step tell of its batch: for runs that choose, of judges, and of what was
-    noted; without what is not known."""
+    """Metrics of the batch of a train step: numbers of groups if the run chooses, of judges, and of values
+    that environments noted. Unknown metrics are left out."""
     if manifest is None:
         return {}
     groups = {f"groups_{kind}": number for kind, number in (kinds_in(manifest) or {}).items()}
@@ -52,8 +52,8 @@ class TaskFigures:
         return self.right / self.sessions if self.sessions else 0.0
 
     def add(self, row: Row, success: Success) -> None:
-        told = zip(row["rewards"], row["scores"], row["tokens"], row["statuses"], strict=True)
-        results = [Result(*result) for result in told]
+        columns = zip(row["rewards"], row["scores"], row["tokens"], row["statuses"], strict=True)
+        results = [Result(*result) for result in columns]
         self.task_id = row["task_id"] or self.task_id
         self.groups += 1
         self.sessions += len(results)

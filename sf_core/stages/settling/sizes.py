@@ -12,8 +12,8 @@ from sf_core.config.train_config import CHECKPOINT_BYTES, DEFAULT_PASS_TOKENS
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, built_in_parameters, cache_bytes
 from sf_core.pictures.sight import KEPT_BYTES, SEEING
-from sf_core.reports.cleanup import KEPT_EVERY, num_kept_weights
 from sf_core.scheduling.plan import Worker
+from sf_core.stages.retention import KEPT_EVERY, num_kept_weights
 from sf_core.stages.settling.derived import (
     Derived,
     derive,

@@ -16,7 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.config.rollout_config import JudgeConfig
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import find_differences
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.view import RunView
 from sf_core.settings import quote
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
 from storage.run_directory import RunDirectory
@@ -66,7 +66,7 @@ def read_stored_config(uri: str) -> RunConfig:
     directory was moved.
 
     Raises ValueError if there is no run."""
-    directory = open_run(uri).run
+    directory = RunView.open(uri).run
     config = read_with_derived(directory)
     storage = config.storage.model_copy(update={"root": directory.uri.rstrip("/").rsplit("/", 1)[0]})
     return config.model_copy(update={"run_id": directory.run_id, "storage": storage})

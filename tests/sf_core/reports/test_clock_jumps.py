@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from sf_core.cli.launch import describe_tokens
-from sf_core.reports.html.figures import run_figures
+from sf_core.reports.html.figures import page_figures
+from sf_core.reports.iterations import stage_time
 from sf_core.reports.log_lines import describe_iteration
 from sf_core.reports.run_page import RunPage
 from sf_core.reports.summary import summarise
-from sf_core.reports.view import RunView, stage_time
+from sf_core.reports.view import RunView
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench import runs
 from tests.bench.commands import sf
@@ -56,7 +57,7 @@ def test_no_output_has_a_negative_time_or_speed(run: RunDirectory) -> None:
     page = RunPage(run)
     page.update(1)
     assert [row["tokens/s"] for row in page.table] == [None, 7.0]
-    figures = json.dumps([run_figures(RunView(run)), page.table])
+    figures = json.dumps([page_figures(RunView(run)), page.table])
     code, output = sf("inspect", run.uri, "--session", "run-1.g1.0.a1")
     assert code == 0, output
     for text in (figures, output):

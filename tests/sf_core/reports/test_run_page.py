@@ -13,7 +13,7 @@ from PIL import Image
 
 from sf_core.reports import run_page
 from sf_core.reports.run_page import RunPage, show_text, waits_table
-from sf_core.reports.series import record_devices
+from sf_core.reports.timeline import record_devices
 from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage.run_directory import STAGES, RunDirectory

@@ -3,7 +3,6 @@ from itertools import chain
 from pathlib import Path
 from uuid import uuid4
 
-from sf_core.reports.series import RunSeries
 from sf_core.reports.summary import orchestration_seconds, summarise
 from sf_core.reports.view import RunView
 from storage.manifests import Manifest
@@ -34,7 +33,7 @@ def view(iterations: Iterable[list[Manifest]]) -> RunView:
 
 
 def without_a_stage(iterations: Iterable[list[Manifest]]) -> float:
-    return orchestration_seconds(list(view(iterations).iterations()))
+    return orchestration_seconds(view(iterations).iterations)
 
 
 RUN = [
@@ -53,27 +52,27 @@ RUN = [
 
 
 def test_iterations_follow_each_other_without_a_gap_except_between_attempts() -> None:
-    assert RunSeries(view(RUN)).windows == {0: (10, 16), 1: (16, 26), 2: (100, 103)}
+    assert view(RUN).windows == {0: (10, 16), 1: (16, 26), 2: (100, 103)}
 
 
 def test_the_window_of_an_iteration_is_the_same_wherever_reading_begins() -> None:
-    assert RunSeries(view(RUN), first=1).windows == {1: (16, 26), 2: (100, 103)}
+    assert view(RUN).between(1).windows == {1: (16, 26), 2: (100, 103)}
     assert view(RUN).iteration(1).window == (16, 26)
 
 
 def test_an_iteration_that_is_not_through_has_no_window() -> None:
     begun = iteration(3, 2, ("rollout", 103, 104))
-    assert list(RunSeries(view([*RUN, begun])).windows) == [0, 1, 2]
-    assert [found.number for found in view([*RUN, begun]).iterations()] == [0, 1, 2, 3]
+    assert list(view([*RUN, begun]).windows) == [0, 1, 2]
+    assert [found.number for found in view([*RUN, begun]).iterations] == [0, 1, 2, 3]
 
 
 def test_a_view_keeps_what_it_found_and_the_next_one_has_what_was_committed_since() -> None:
     early = view(RUN[:1])
-    assert [found.number for found in early.iterations()] == [0]
+    assert [found.number for found in early.iterations] == [0]
     for manifest in RUN[1]:
         early.run.commit_manifest(manifest)
-    assert [found.number for found in early.iterations()] == [0]
-    assert [found.number for found in RunView(early.run).iterations()] == [0, 1]
+    assert [found.number for found in early.iterations] == [0]
+    assert [found.number for found in RunView(early.run).iterations] == [0, 1]
 
 
 def resumed() -> list[Manifest]:
@@ -86,7 +85,7 @@ def resumed() -> list[Manifest]:
 
 def test_the_time_in_which_nothing_ran_is_in_no_iteration() -> None:
     stages = [(stage, 28906 + k, 28907 + k) for k, stage in enumerate(STAGES)]
-    windows = RunSeries(view([*RUN[:2], resumed(), iteration(3, 3, *stages)])).windows
+    windows = view([*RUN[:2], resumed(), iteration(3, 3, *stages)]).windows
     assert (windows[2], windows[3]) == ((28900, 28905), (28905, 28910))
     assert without_a_stage([*RUN[:2], resumed()]) == 1 + (1 + 1) + 0
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
 from sf_core.pictures.sight import read_sight
-from sf_core.reports.series import RunSeries
 from sf_core.reports.tables import inspect_run, inspect_session
 from sf_core.reports.view import RunView
 from storage import files
@@ -72,10 +71,10 @@ def tokenizer(recorded_run: RunDirectory, tmp_path: Path) -> None:
 
 def test_figures_count_every_session_and_every_trained_token_once(recorded_run: RunDirectory) -> None:
     view = RunView(recorded_run)
-    first, second = RunSeries(view).rollouts.values()
+    first, second = view.rollouts.values()
     assert (first.sessions, first.reward_mean, first.tokens_sampled) == (2, 0.5, 6)
     assert (second.lag_mean, second.lag_max) == (0.25, 1)
-    assert [set(iteration.stages) - {"evaluate"} for iteration in view.iterations()] == [
+    assert [set(iteration.stages) - {"evaluate"} for iteration in view.iterations] == [
         set(STAGES),
         {"rollout"},
     ]

@@ -4,7 +4,7 @@ from math import nan
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sf_core.reports.export.tensorboard import write_events
+from sf_core.reports.export.trackers import write_events
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tables.metrics import write_metrics

@@ -7,7 +7,7 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError
-from sf_core.reports.trackers import Trackers, _MlflowRun
+from sf_core.reports.export.trackers import MlflowRun, Trackers
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tables.metrics import write_metrics
@@ -53,7 +53,9 @@ def test_mlflow_gets_every_metric_once_though_the_run_was_interrupted(
         return sent
 
     with monkeypatch.context() as patch, pytest.raises(ValueError), Trackers(empty_run, config) as trackers:
-        patch.setattr("sf_core.reports.trackers._flat", lambda _: [("n" * 300, "a name that MLflow refuses")])
+        patch.setattr(
+            "sf_core.reports.export.trackers.flatten", lambda _: [("n" * 300, "a name that MLflow refuses")]
+        )
         trackers.send(0)
         raise ValueError
     assert (the_run().info.status, the_run().data.metrics) == ("FAILED", {})
@@ -75,7 +77,7 @@ def test_mlflow_gets_every_metric_once_though_the_run_was_interrupted(
     assert curve("evaluation/reward_mean") == [(0, 0.5), (2, 0.75)]
     assert sent.info.run_name == "run-1" and sent.info.status == "FINISHED"
     assert sent.data.params["train.iterations"] == "2"
-    _MlflowRun(config, sent.info.run_id)
+    MlflowRun(config, sent.info.run_id)
     assert the_run().info.status == "RUNNING"
 
 

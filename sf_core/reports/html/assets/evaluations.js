@@ -1,13 +1,13 @@
 /* Answers of two policy versions to the same tasks, and versions that were compared apart from the run. */
 
 function drawEvaluations(section, figures) {
-  const { before, after, pairs, told } = figures.answers;
+  const { before, after, pairs, selection } = figures.answers;
   if (!pairs.length && !figures.comparisons.length) {
     section.hidden = true;
     document.querySelector('nav a[href="#evaluations"]').hidden = true;
     return;
   }
-  if (pairs.length) section.append(el("h3", {}, "Answers to held-out tasks"), el("p", {}, told), answerTable(pairs, before, after));
+  if (pairs.length) section.append(el("h3", {}, "Answers to held-out tasks"), el("p", {}, selection), answerTable(pairs, before, after));
   for (const one of figures.comparisons) section.append(el("h3", {}, comparedText(one)), answerTable(one.examples, one.before?.version, one.after.version));
 }
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
 from sf_core.reports.card.base import Base, find_base, read_head
-from sf_core.reports.card.card import CARD, PICTURE, is_ours, render_card, sign, write_card
+from sf_core.reports.card.card import CARD, CHART, is_ours, render_card, sign, write_card
 from sf_core.reports.card.public import LEFT_OUT, public_settings, public_value
 from sf_core.reports.view import RunView
 from sf_core.surroundings import ROOT
@@ -40,7 +40,7 @@ def test_a_card_tells_base_licence_evaluation_settings_and_commit(empty_run: Run
         dataplane={"url": "http://10.0.0.7:8700"},
         environment={
             "tasks": "tests.bench.stacks.echo_package:tasks",
-            "settings": {"file": "~/tasks.jsonl", "api_key": "abc", "level": 3},
+            "settings": {"file": "~/tasks.jsonl", "api_key": "private-key", "level": 3},
         },
     )
     write_atomic(f"{empty_run.start_dir}/{CARD}", OF_THE_BASE.encode())
@@ -56,8 +56,8 @@ def test_a_card_tells_base_licence_evaluation_settings_and_commit(empty_run: Run
     assert "| before (version 0) | 0.500 | " in text and "| after (version 2) | 0.750 | " in text
     assert "| difference | +0.250 | -0.250 to +1.000 | |" in text
     assert "Tasks that earned more after training: 1; less: 1; the same: 1. Solved: " in text
-    assert "| version | 0 | 2 |" in text and f"![reward by iteration]({PICTURE})" in text
-    assert Path(empty_run.policy_dir, PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert "| version | 0 | 2 |" in text and f"![reward by iteration]({CHART})" in text
+    assert Path(empty_run.policy_dir, CHART).read_bytes().startswith(b"\x89PNG")
     head_commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, encoding="utf-8"
     ).stdout.strip()
@@ -65,7 +65,7 @@ def test_a_card_tells_base_licence_evaluation_settings_and_commit(empty_run: Run
 
     assert "train.iterations: 2" in text and "seed 5" in text
     assert f'environment.settings: {{"file": "{LEFT_OUT}", "api_key": "{LEFT_OUT}", "level": 3}}' in text
-    for secret in ("jane", "10.0.0.7", "abc", "storage.root", "tasks.jsonl"):
+    for secret in ("jane", "10.0.0.7", "private-key", "storage.root", "tasks.jsonl"):
         assert secret not in text
 
 

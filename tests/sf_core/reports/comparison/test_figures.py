@@ -9,7 +9,7 @@ import pytest
 from sf_core.config import RunConfig
 from sf_core.reports.comparison.figures import differing_settings, run_figures
 from sf_core.reports.comparison.page import name_runs
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import write_trajectories
 from tests.bench.reports.report_runs import talk
@@ -22,7 +22,7 @@ def differing(*sections: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def test_a_curve_has_its_place_on_every_axis(two_runs: list[RunDirectory]) -> None:
-    figures = run_figures(open_run(two_runs[0].uri), "slow")
+    figures = run_figures(RunView.open(two_runs[0].uri), "slow")
     assert figures["reached"] == [
         {"iterations": 1, "seconds": 10, "tokens": 70},
         {"iterations": 2, "seconds": 20, "tokens": 140},
@@ -52,7 +52,7 @@ def test_a_held_out_reward_has_its_standard_error_over_tasks(tmp_path: Path) -> 
     ref = write_trajectories(run, 0, rows, "part", "evaluations")
     # no session of a fourth task gave an answer
     commit(run, 0, "evaluate", data={"reward_mean": 0.5, "num_tasks": 4}, outputs=[ref])
-    best = run_figures(open_run(run.uri), "x")["best"]
+    best = run_figures(RunView.open(run.uri), "x")["best"]
     assert best["error"] == pytest.approx(np.std([0.5, 1.0, 0.25, 0.0], ddof=1) / 2)
 
 

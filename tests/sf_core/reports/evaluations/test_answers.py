@@ -22,7 +22,7 @@ from sf_core.reports.evaluations.answers import (
     write_greedy,
 )
 from sf_core.reports.tables import answers_table
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 from tests.bench.reports.evaluations import measure
 from tests.bench.runs import configure
@@ -43,11 +43,11 @@ def test_better_and_worse_tasks_are_shown_in_the_proportion_of_the_evaluation(
     after = [1.0] * 30 + [0.0] * 4 + [1.0] * 30
     for version, rewards in ((0, before), (4, after)):
         measure(empty_run, {f"t{i}": [reward] for i, reward in enumerate(rewards)}, version)
-    view = open_run(empty_run.uri)
+    view = RunView.open(empty_run.uri)
     shown = side_by_side(view, 0, 4)
     changes = [(old.text, new.text) for old, new in shown.pairs]
     assert changes == [("say 0", "say 1")] * 7 + [("say 1", "say 0")]
-    assert shown.told == (
+    assert shown.selection == (
         "of 64 held-out tasks, 30 became better and 4 became worse; 7 and 1 of them are shown"
     )
     assert compare_ends(view, [0, 2, 4]) == (0, 4, shown)
@@ -57,7 +57,7 @@ def test_better_and_worse_tasks_are_shown_in_the_proportion_of_the_evaluation(
 def test_tasks_that_earned_the_same_fill_the_rows() -> None:
     shown = choose_examples(earned(*[[0.5]] * 9, [0.0]), earned(*[[0.5]] * 9, [1.0]))
     assert [new.reward for _, new in shown.pairs] == [1.0, *[0.5] * (SHOWN - 1)]
-    assert shown.told == (
+    assert shown.selection == (
         "of 10 held-out tasks, 1 became better and 0 became worse; 1 and 0 of them are shown, "
         "and 7 of the others"
     )
@@ -88,15 +88,15 @@ def test_greedy_answers_are_shown_where_they_are_others(empty_run: RunDirectory)
         measure(empty_run, {"a": [reward], "b": [reward]}, version)
     greedy = {"a": GivenAnswer("ask a", "say 1", 1.0), "b": GivenAnswer("ask b", "well", 0.5)}
     write_greedy(empty_run, 4, greedy)
-    shown = side_by_side(open_run(empty_run.uri), 0, 4)
+    shown = side_by_side(RunView.open(empty_run.uri), 0, 4)
     assert [new.greedy for _, new in shown.pairs] == [None, greedy["b"]]
-    assert shown.told.endswith("; these answers are sampled, greedy ones are at temperature 0")
+    assert shown.selection.endswith("; these answers are sampled, greedy ones are at temperature 0")
     table = answers_table(shown.pairs, "before", "after")
     assert [column.header for column in table.columns] == ["task", "before", "after", "after, greedy"]
     assert [str(cell) for cell in table.columns[3].cells] == ["", "0.50  well"]
     Path(empty_run.greedy_file(4)).write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match=r"greedy/v00004\.json: cannot be read: "):
-        side_by_side(open_run(empty_run.uri), 0, 4)
+        side_by_side(RunView.open(empty_run.uri), 0, 4)
 
 
 def test_examples_hold() -> None:

@@ -21,7 +21,7 @@ from sf_core.reports.evaluations.comparison import (
     version_of,
     write_comparison,
 )
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import write_trajectories
 from tests.bench import runs
@@ -78,7 +78,7 @@ def test_answers_that_were_not_judged_do_not_count(tmp_path: Path) -> None:
     # of c nothing is known afterwards
     assert (found.won, found.lost, found.difference) == (1, 1, pytest.approx((1.0 - 0.5) / 2))
     assert found.after.solved == {1: 0.75, 2: 1.0}
-    assert [new.told for _, new in found.examples] == ["1.00", "0.00", "not judged"]
+    assert [new.reward_text for _, new in found.examples] == ["1.00", "0.00", "not judged"]
 
 
 def test_a_version_alone_has_answers_and_no_difference(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_call_is_shown_as_it_was_made_and_several_texts_by_line(tmp_path: Path
     )
     ref = write_trajectories(run, 0, [row], "evaluation-1", "evaluations")
     runs.commit(run, 0, "evaluate", outputs=[ref], data={"reward_mean": 0.5, "failures": {}})
-    [[answer]] = answers_of(open_run(run.uri), 0).values()
+    [[answer]] = answers_of(RunView.open(run.uri), 0).values()
     assert (answer.prompt, answer.text) == ("what\nis it", 'calc({"expression": "1+1"})')
 
 

@@ -113,7 +113,7 @@ def test_held_out_sessions_that_were_not_judged_are_told_with_those_that_failed(
 
 
 def test_rows_of_training_and_of_held_out_sessions_are_summed_by_judge(judged_run: RunDirectory) -> None:
-    iterations = list(RunView(judged_run).iterations())
+    iterations = RunView(judged_run).iterations
     rows = judge_rows(iterations)
     assert [(row["iteration"], row["sessions"], row["judge"]) for row in rows] == [
         (0, "held-out", "manners"),

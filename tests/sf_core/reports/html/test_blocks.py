@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from sf_core.reports.html import blocks
-from sf_core.reports.view import RunView, SessionSet
+from sf_core.reports.sessions import SessionSet
+from sf_core.reports.view import RunView
 from storage.media import store_picture
 from storage.run_directory import RunDirectory
 from tests.bench.reports.report_runs import commit_iteration

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.recipes.outcomes import Success
+from sf_core.reports.iterations import kinds_in, kinds_text
 from sf_core.reports.outcomes.figures import (
     count_sources,
     count_tasks,
     extreme_tasks,
     rollout_metrics,
 )
-from sf_core.reports.view import kinds_in, kinds_text
 from storage.manifests import Manifest
 from tests.bench.runs import group_row
 

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from sf_core.reports.outcomes.table import inspect_tasks
-from sf_core.reports.series import record_devices
 from sf_core.reports.tables import inspect_run, run_data
+from sf_core.reports.timeline import record_devices
 from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage import files

@@ -13,7 +13,7 @@ from sf_core.config.removed import drop_removed
 from sf_core.config.rollout_config import JudgeConfig
 from sf_core.config.validation import validate_config
 from sf_core.recipes.losses import Cispo
-from sf_core.reports.view import failures_of
+from sf_core.reports.iterations import failures_of
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.stored_config import (
     has_started,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from seamlessflow import Run, open_run
 from sf_core.config import RunConfig
 from sf_core.models.tokenizer import open_tokenizer
-from sf_core.reading.sessions import SESSIONS, TURNS, turns_of
+from sf_core.reports.sessions import SESSIONS, TURNS, turns_of
 from storage.run_directory import RunDirectory
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.tables.trajectories import read_trajectories

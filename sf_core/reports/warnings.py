@@ -1,7 +1,7 @@
-"""What a run should tell whoever started it, because it is learning nothing, or much less or more slowly than
-it could. One sentence each, with the setting that it is about.
+"""Warnings that a run learns nothing, or much less or more slowly than it could. Each warning is one sentence
+that names the setting to look at.
 
-Read from manifests alone, so that the log, the summary, the page and `sf inspect` say the same.
+Warnings are read from manifests alone, so that the log, the summary, the page and `sf inspect` say the same.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
-from sf_core.reports.series import RunSeries
-from sf_core.reports.view import Iteration, RunView, failures_of, runners_of
+from sf_core.reports.iterations import Iteration, failures_of, runners_of
+from sf_core.reports.view import RunView
 
 CUT_SHARE = 0.5
-"""Smallest share of answers cut at their longest length that is told."""
+"""Smallest share of answers cut at their longest length that is a warning."""
 
 FREE_SHARE = 0.5
 AGENTS_SHARE = 0.5
@@ -25,7 +25,7 @@ AGENTS_SHARE = 0.5
 least these shares of the time."""
 
 NUM_CONSTANT = 3
-"""Batches in a row whose sessions must all have earned the same for that to be told."""
+"""Number of batches in a row with one reward for all sessions that is a warning."""
 
 
 def failures_line(iteration: Iteration) -> str:
@@ -44,17 +44,23 @@ def failures_line(iteration: Iteration) -> str:
     return "; ".join(parts)
 
 
-def concerns_of(view: RunView, number: int, config: RunConfig) -> dict[str, str]:
-    """Sentences about an iteration that is through, by kind."""
-    return dict(_concerns(view, number, config))
+def run_failures(view: RunView) -> list[str]:
+    """How many training sessions and held-out sessions of a run failed and why, each as one line."""
+    counted = {"failed sessions": view.failures, "failed held-out sessions": view.held_out_failures}
+    return [f"{what}: {failures_text(failures)}" for what, failures in counted.items() if failures]
 
 
-def sum_run_concerns(series: RunSeries) -> list[str]:
-    """See `sum_concerns`, of all iterations that are through."""
-    return sum_concerns([concerns_of(series.view, i.number, series.config) for i in series.through])
+def iteration_warnings(view: RunView, number: int, config: RunConfig) -> dict[str, str]:
+    """The warnings about a complete iteration, by kind."""
+    return dict(_find_warnings(view, number, config))
 
 
-def sum_concerns(by_iteration: Collection[Mapping[str, str]]) -> list[str]:
+def run_warnings(view: RunView) -> list[str]:
+    """The merged warnings of all complete iterations."""
+    return merge_warnings([iteration_warnings(view, i.number, view.config) for i in view.complete_iterations])
+
+
+def merge_warnings(by_iteration: Collection[Mapping[str, str]]) -> list[str]:
     """The newest sentence of each kind, with the number of iterations that it is true of."""
     newest: dict[str, str] = {}
     for found in by_iteration:
@@ -63,7 +69,7 @@ def sum_concerns(by_iteration: Collection[Mapping[str, str]]) -> list[str]:
     return [f"{newest[kind]} ({counts[kind]} of {len(by_iteration)} iterations)" for kind in newest]
 
 
-def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[str, str]]:
+def _find_warnings(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[str, str]]:
     stages = view.iteration(number).stages
     rollout, filtered, trained = (stages[name].data for name in ("rollout", "filter", "train"))
     reward = config.environment.reward or "environment.reward"
@@ -93,8 +99,8 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
             f"{refused} reports on sessions that had ended by another report were refused: check that only "
             "one program finishes each session",
         )
-    if told := _explain_agents(rollout):
-        yield "agents", told
+    if sentence := _agents_warning(rollout):
+        yield "agents", sentence
     if rewards_teach and (earned := _find_constant(view, number)) is not None:
         yield (
             "constant",
@@ -103,8 +109,8 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
         )
 
 
-def _explain_agents(rollout: Mapping[str, Any]) -> str:
-    """Why engines waited, if the code of the agents computed meanwhile; else empty."""
+def _agents_warning(rollout: Mapping[str, Any]) -> str:
+    """The warning that engines waited while the code of the agents computed; empty if they did not."""
     free = rollout.get("engines_free") or 0.0
     seconds = rollout.get("runners_seconds") or math.inf
     busy = {
@@ -114,13 +120,13 @@ def _explain_agents(rollout: Mapping[str, Any]) -> str:
     }
     if free < FREE_SHARE or not busy:
         return ""
-    told = ", ".join(
+    costs = ", ".join(
         f"{1000 * spent['cpu_s'] / max(1, spent['num_ended']):,.0f} ms on {name}"
         for name, spent in busy.items()
     )
     return (
         f"the engines had no request for {free:.0%} of the time, because the code of the agents computed "
-        f"(CPU time per session: {told}): use endpoint.client() instead of a new client in each session, "
+        f"(CPU time per session: {costs}): use endpoint.client() instead of a new client in each session, "
         "look for what else each session loads, or add workers tagged agent"
     )
 

@@ -1,4 +1,4 @@
-"""Pictures, as PNG: a run's reward curve with device activity below it, the timeline of its last iterations,
+"""Charts, as PNG: a run's reward curve with device activity below it, the timeline of its last iterations,
 and the settings of a sweep beside each other."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def draw_run(
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """A setting of a sweep in its picture."""
+    """A setting of a sweep in its chart."""
 
     label: str
     points: Mapping[str, Sequence[float]]

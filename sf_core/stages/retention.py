@@ -1,9 +1,9 @@
-"""What can be deleted from a run directory: old checkpoints, old weights, remains of interrupted writes,
-uploads and measurements, pictures that nobody was shown, the journal of a finished run.
+"""Retention: which files of a run directory may be deleted. They are old checkpoints, old weights, remains of
+interrupted writes, uploads and measurements, unused images, and the journal of a finished run.
 
-Owns what must stay: the weights that a resume publishes again, the checkpoint it continues from, the newest
-policy, and everything newer, which a stage that is not committed yet may have written. Batches, and what a
-teacher said of them, always stay: with them every policy version can be rebuilt.
+These stay: the weights that a resume publishes again, the checkpoint that it continues from, the newest
+policy, and everything newer, because a stage that is not committed yet may have written it. Batches and a
+teacher's scores of them always stay, because every policy version can be rebuilt from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from sf_core.config import RunConfig, TrainConfig
-from sf_core.reports.states import check_idle, is_finished, is_served
+from sf_core.reports.states import check_idle, dataplane_state, is_finished
 from sf_core.reports.view import RunView
 from storage import files
 from storage.media import media_file
@@ -36,8 +36,8 @@ KEPT_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
-    """Something that can be deleted."""
+class Removable:
+    """A file or a folder that may be deleted."""
 
     run: RunDirectory
     kind: str
@@ -53,17 +53,20 @@ class Spare:
     def remove(self) -> None:
         if self.upload is not None:
             return self.upload.abort()
-        how = {"checkpoints": remove_checkpoint, "weights": remove_weights}
-        how.get(self.kind, files.remove_folder)(self.uri)
+        remove = {"checkpoints": remove_checkpoint, "weights": remove_weights}
+        remove.get(self.kind, files.remove_folder)(self.uri)
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionLimits:
+    """Limits of `sf gc`."""
+
     checkpoints: int = 1
-    """How many of the newest complete checkpoints stay, beside those for good."""
+    """How many of the newest complete checkpoints stay, beside those of `train.keep_every`."""
     weights: int = 1
     """How many of the newest published versions stay."""
     journals: bool = True
+    """Whether the journals of finished runs stay."""
 
 
 def check_not_linked(run: RunDirectory, where: str) -> None:
@@ -72,8 +75,8 @@ def check_not_linked(run: RunDirectory, where: str) -> None:
         raise ValueError(f"{run.uri} is a link to a run in another folder: name the path of that run itself")
 
 
-def find_spares(run: RunDirectory, keep: Keep) -> list[Spare]:
-    """What can be deleted, oldest first. Raises BusyError or ValueError like `check_idle`."""
+def find_removable(run: RunDirectory, limits: RetentionLimits) -> list[Removable]:
+    """Everything that may be deleted, oldest first. Raises BusyError or ValueError like `check_idle`."""
     view = RunView(run)
     config = run.read_config(RunConfig).train
     finished = is_finished(view, config.iterations)
@@ -81,27 +84,27 @@ def find_spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     if not finished:
         check_idle(run)
     trained = len(view.read_committed("train"))
-    found = _find_old_checkpoints(run, trained, keep.checkpoints, config.keep_every)
-    needed = _find_references(run, {uri for _, uri in found}, trained, config)
+    found = _find_old_checkpoints(run, trained, limits.checkpoints, config.keep_every)
+    needed = _find_kl_references(run, {uri for _, uri in found}, trained, config)
     found += [
         ("weights", run.weights_dir(version))
-        for version in _find_old_versions(run, len(view.read_committed("publish")), keep.weights)
+        for version in _find_old_versions(run, len(view.read_committed("publish")), limits.weights)
         if version not in needed
     ]
     found += _find_unfinished(run, [uri for _, uri in found])
     found += [("measurement", measured.uri) for measured in _find_interrupted(run)]
-    found += [("picture", uri) for uri in _find_unseen(run, finished)]
+    found += [("picture", uri) for uri in _find_unused_images(run, finished)]
     # a data plane that still knows the run has the file open
-    if not keep.journals and finished and is_served(run) == "no":
+    if not limits.journals and finished and dataplane_state(run) == "absent":
         found.append(("journal", run.journal_dir))
-    uploads = (Spare(run, "upload", one.uri, one.bytes, one) for one in list_uploads(run.uri))
-    return [*_make_spares(run, found), *uploads]
+    uploads = [Removable(run, "upload", upload.uri, upload.bytes, upload) for upload in list_uploads(run.uri)]
+    return [*_removables(run, found), *uploads]
 
 
-def find_spare_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> list[Spare]:
-    """Checkpoints that a run of these settings does not keep once this version is committed. Only for whoever
-    works on the run."""
-    return _make_spares(run, _find_old_checkpoints(run, trained, config.keep_checkpoints, config.keep_every))
+def find_removable_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> list[Removable]:
+    """Checkpoints that a run of these settings does not keep once this version is committed. Only for the
+    flow that works on the run."""
+    return _removables(run, _find_old_checkpoints(run, trained, config.keep_checkpoints, config.keep_every))
 
 
 def num_kept_weights(train: TrainConfig, version_bytes: int) -> int | None:
@@ -109,25 +112,25 @@ def num_kept_weights(train: TrainConfig, version_bytes: int) -> int | None:
     return train.keep_weights or (None if version_bytes < SMALL_BYTES else KEPT_WEIGHTS)
 
 
-def find_spare_weights(
-    run: RunDirectory, published: int, config: RunConfig, held: Collection[int] = ()
-) -> list[Spare]:
+def find_removable_weights(
+    run: RunDirectory, published: int, config: RunConfig, in_use: Collection[int] = ()
+) -> list[Removable]:
     """Versions that a run of these settings does not keep while the version after this one is published.
-    `held` are those that engines have or load. Only for whoever works on the run."""
+    `in_use` are the versions that engines have or load. Only for the flow that works on the run."""
     keep = num_kept_weights(config.train, files.folder_bytes(run.weights_dir(published)))
     if keep is None:
         return []
     old = _find_old_versions(run, published, keep)
     if not old:
         return []
-    needed = _find_references(run, set(), published, config.train) | _find_measured(run) | {*held}
-    spare = []
+    needed = _find_kl_references(run, set(), published, config.train) | _find_measured(run) | {*in_use}
+    removable = []
     for version in old:
         stays = version % KEPT_EVERY == 0 or version % config.evaluate.every == 0
         # settings of an earlier attempt may have had others evaluated
         if version not in needed and not stays and run.read_manifest(version, "evaluate") is None:
-            spare.append(("weights", run.weights_dir(version)))
-    return _make_spares(run, spare)
+            removable.append(("weights", run.weights_dir(version)))
+    return _removables(run, removable)
 
 
 def _find_measured(run: RunDirectory) -> set[int]:
@@ -137,14 +140,14 @@ def _find_measured(run: RunDirectory) -> set[int]:
     return {int(match[1]) for match in matches if match is not None}
 
 
-def _make_spares(run: RunDirectory, found: list[tuple[str, str]]) -> list[Spare]:
-    spares = []
+def _removables(run: RunDirectory, found: list[tuple[str, str]]) -> list[Removable]:
+    removables = []
     for kind, uri in found:
         # the target of a link may belong to another run
         num_bytes = files.folder_bytes(uri) if files.lies_in(uri, run.uri) else 0
         if num_bytes:
-            spares.append(Spare(run, kind, uri, num_bytes))
-    return spares
+            removables.append(Removable(run, kind, uri, num_bytes))
+    return removables
 
 
 def _find_old_checkpoints(
@@ -154,9 +157,9 @@ def _find_old_checkpoints(
     complete = [
         version for version in versions if version <= trained and has_checkpoint(run.checkpoint_dir(version))
     ]
-    oldest_kept = complete[-keep:][0] if complete else 0
+    oldest_retained = complete[-keep:][0] if complete else 0
     for_good = {version for version in complete if keep_every and version % keep_every == 0}
-    old = [version for version in versions if version < oldest_kept and version not in for_good]
+    old = [version for version in versions if version < oldest_retained and version not in for_good]
     return [("checkpoints", run.checkpoint_dir(version)) for version in old]
 
 
@@ -165,37 +168,38 @@ def _find_old_versions(run: RunDirectory, published: int, keep: int) -> list[int
     return [version for version in run.list_versions("weights") if version <= published][:-keep]
 
 
-def _find_references(run: RunDirectory, going: set[str], trained: int, config: TrainConfig) -> set[int]:
-    """Versions that steps are measured by which are still to come, or may be made again."""
+def _find_kl_references(run: RunDirectory, removed: set[str], trained: int, config: TrainConfig) -> set[int]:
+    """Versions that the KL terms of later steps refer to, steps that may be repeated included."""
     if (kl := config.loss.kl) is None:
         return set()
     checkpoints = run.list_versions("checkpoints")
-    first = min((v for v in checkpoints if run.checkpoint_dir(v) not in going), default=0)
+    first = min((v for v in checkpoints if run.checkpoint_dir(v) not in removed), default=0)
     return {kl.version(step) for step in range(first, trained + 1)}
 
 
-def _find_unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
-    """Partial files left by killed processes, but for those that go with their folder."""
-    uris = [uri for uri in list_unfinished(run.uri) if uri.rsplit("/", 1)[0] not in going]
+def _find_unfinished(run: RunDirectory, removed: list[str]) -> list[tuple[str, str]]:
+    """Partial files left by killed processes, except in folders that are removed as a whole."""
+    uris = [uri for uri in list_unfinished(run.uri) if uri.rsplit("/", 1)[0] not in removed]
     return [("unfinished", uri) for uri in uris]
 
 
-def _find_unseen(run: RunDirectory, finished: bool) -> list[str]:
-    """Pictures that no trajectory shows. Of a run that goes on, or that a data plane knows, none: sessions
-    that are not written yet may show them."""
-    pictures = files.list_files(run.media_dir)
-    if not pictures or not finished or is_served(run) != "no":
+def _find_unused_images(run: RunDirectory, finished: bool) -> list[str]:
+    """Images that no trajectory has. None if the run goes on or a data plane knows the run, because sessions
+    that are not written yet may have them."""
+    images = files.list_files(run.media_dir)
+    if not images or not finished or dataplane_state(run) != "absent":
         return []
     kinds: tuple[TrajectoryKind, ...] = get_args(TrajectoryKind)
     parts = [uri for kind in kinds for uris in run.list_partitions(kind).values() for uri in uris]
     tables = (read_trajectories(uri, ["session_id", IMAGES.name]) for uri in parts)
-    spans = (span for table in tables for images in images_of(table) for span in images)
-    shown = {media_file(run.media_dir, span.sha256) for span in spans}
-    return [uri for uri in pictures if uri not in shown]
+    spans = (span for table in tables for row in images_of(table) for span in row)
+    used = {media_file(run.media_dir, span.sha256) for span in spans}
+    return [uri for uri in images if uri not in used]
 
 
 def _find_interrupted(run: RunDirectory) -> list[RunDirectory]:
-    """Measurements of `sf evaluate` without a result that nobody works on; each has a copy of the weights."""
-    measured = map(RunDirectory, files.list_folders(run.measured_dir))
-    without_result = [one for one in measured if one.read_manifest(0, "evaluate") is None]
-    return [one for one in without_result if is_served(one) != "running"]
+    """Measurements of `sf evaluate` that have no result and that no flow works on. Each has a copy of the
+    weights."""
+    measured = [RunDirectory(uri) for uri in files.list_folders(run.measured_dir)]
+    without_result = [run for run in measured if run.read_manifest(0, "evaluate") is None]
+    return [run for run in without_result if dataplane_state(run) != "running"]

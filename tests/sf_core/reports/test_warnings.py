@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig, TrainConfig
-from sf_core.reports.concerns import concerns_of, failures_line, sum_run_concerns
-from sf_core.reports.series import RunSeries
 from sf_core.reports.view import RunView
+from sf_core.reports.warnings import failures_line, iteration_warnings, run_warnings
 from storage.run_directory import RunDirectory
 from tests.bench.runs import commit, configure
 
@@ -54,10 +53,10 @@ def test_an_iteration_in_which_nothing_or_little_can_be_learned_says_why(
     tmp_path: Path, changes: dict[str, Any], kind: str, sentence: str
 ) -> None:
     view, config = run_of(tmp_path, {}, changes)
-    assert concerns_of(view, 0, config) == {}
-    told = concerns_of(view, 1, config)
+    assert iteration_warnings(view, 0, config) == {}
+    told = iteration_warnings(view, 1, config)
     assert list(told) == [kind] and sentence in told[kind]
-    [summed] = sum_run_concerns(RunSeries(view))
+    [summed] = run_warnings(view)
     assert summed == f"{told[kind]} (1 of 2 iterations)"
 
 
@@ -90,13 +89,13 @@ def test_a_run_that_waits_for_the_code_of_its_agents_says_so(
         f"per session: {told}): use endpoint.client() instead of a new client in each session, look for what "
         "else each session loads, or add workers tagged agent"
     )
-    assert concerns_of(view, 0, config) == ({} if told is None else {"agents": sentence})
+    assert iteration_warnings(view, 0, config) == ({} if told is None else {"agents": sentence})
 
 
 def test_cpu_time_of_agents_is_summed_by_worker(tmp_path: Path) -> None:
     first = {"a0:l1": spent(1.0, 2.0, 10), "a1:l2": spent(0.5, 2.0, 0)}
     view, _ = run_of(tmp_path, {"rollout": {"runners": first}}, {"rollout": {"runners": first}}, {})
-    assert RunSeries(view).runners == {
+    assert view.runners == {
         "a0": {"sessions": 20, "cpu_s": 2.0, "cpu_s_per_session": 0.1},
         "a1": {"sessions": 0, "cpu_s": 1.0, "cpu_s_per_session": 1.0},
     }
@@ -105,30 +104,37 @@ def test_cpu_time_of_agents_is_summed_by_worker(tmp_path: Path) -> None:
 def test_equal_rewards_explain_a_gradient_of_zero(tmp_path: Path) -> None:
     changes = {"filter": {"zero_advantage_share": 1.0}, "train": {"grad_norm": 0.0}}
     view, config = run_of(tmp_path, changes)
-    assert list(concerns_of(view, 0, config)) == ["equal"]
+    assert list(iteration_warnings(view, 0, config)) == ["equal"]
 
 
 def test_a_reward_that_is_the_same_in_three_batches_is_told(tmp_path: Path) -> None:
     same = {"rollout": {"reward_min": 0.5, "reward_max": 0.5}}
     view, config = run_of(tmp_path, {}, same, same, same, {})
-    assert [list(concerns_of(view, number, config)) for number in range(5)] == [[], [], [], ["constant"], []]
+    assert [list(iteration_warnings(view, number, config)) for number in range(5)] == [
+        [],
+        [],
+        [],
+        ["constant"],
+        [],
+    ]
     assert (
-        "earned 0.5: check that my_agent:reward is not constant" in concerns_of(view, 3, config)["constant"]
+        "earned 0.5: check that my_agent:reward is not constant"
+        in iteration_warnings(view, 3, config)["constant"]
     )
     taught = TrainConfig.model_validate({"advantage": "none", "teacher": {"model": "teacher"}})
-    assert not concerns_of(view, 3, config.model_copy(update={"train": taught}))
+    assert not iteration_warnings(view, 3, config.model_copy(update={"train": taught}))
 
 
-def test_no_advantage_is_no_concern_where_a_teacher_alone_teaches(tmp_path: Path) -> None:
+def test_no_advantage_is_no_warning_where_a_teacher_alone_teaches(tmp_path: Path) -> None:
     view, config = run_of(tmp_path, {"filter": {"zero_advantage_share": 1.0}})
     taught = TrainConfig.model_validate({"advantage": "none", "teacher": {"model": "teacher"}})
-    assert not concerns_of(view, 0, config.model_copy(update={"train": taught}))
+    assert not iteration_warnings(view, 0, config.model_copy(update={"train": taught}))
 
 
-def test_a_run_of_an_earlier_version_whose_manifests_have_less_has_no_concerns(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_whose_manifests_have_less_has_no_warnings(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
     config = configure(run)
     for stage in GOOD:
         commit(run, 0, stage, data={"failures": {}} if stage == "rollout" else {})
     view = RunView(run)
-    assert concerns_of(view, 0, config) == {} and failures_line(view.iteration(0)) == ""
+    assert iteration_warnings(view, 0, config) == {} and failures_line(view.iteration(0)) == ""

@@ -12,10 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.reports import cleanup, states
-from sf_core.reports.cleanup import Keep, find_spare_checkpoints, find_spare_weights, find_spares
-from sf_core.reports.states import is_served
+from sf_core.reports import states
+from sf_core.reports.states import dataplane_state
 from sf_core.reports.view import RunView
+from sf_core.stages import retention
+from sf_core.stages.retention import (
+    RetentionLimits,
+    find_removable,
+    find_removable_checkpoints,
+    find_removable_weights,
+)
 from storage import files
 from storage.attempts import Attempt
 from storage.media import PictureSpan, media_file, store_picture
@@ -43,7 +49,7 @@ def make(
 
 
 def names(run: RunDirectory, **keep: int | bool) -> list[str]:
-    return [spare.name for spare in find_spares(run, Keep(**keep))]  # type: ignore[arg-type]
+    return [spare.name for spare in find_removable(run, RetentionLimits(**keep))]  # type: ignore[arg-type]
 
 
 def test_old_checkpoints_and_weights_go_and_the_newest_stay(root: Path) -> None:
@@ -78,7 +84,7 @@ def test_a_run_itself_removes_old_checkpoints_while_it_trains(root: Path, keep: 
         run = make(root, "a", 4, url=url)
         config = runs.configure(run, train={"keep_checkpoints": keep}).train
         # the one of version 4 may be written again: its step is not committed
-        spares = find_spare_checkpoints(run, 3, config)
+        spares = find_removable_checkpoints(run, 3, config)
         assert [spare.uri for spare in spares] == [run.checkpoint_dir(version) for version in gone]
 
 
@@ -89,7 +95,9 @@ def test_a_run_itself_removes_old_versions_while_it_goes_on(
     run = make(root, "a", 3)
     config = runs.configure(run, train={"keep_weights": keep})
     # version 3 is being published
-    assert [spare.uri for spare in find_spare_weights(run, 2, config)] == [run.weights_dir(v) for v in gone]
+    assert [spare.uri for spare in find_removable_weights(run, 2, config)] == [
+        run.weights_dir(v) for v in gone
+    ]
 
 
 def test_of_large_versions_the_newest_and_every_tenth_stay(
@@ -97,9 +105,9 @@ def test_of_large_versions_the_newest_and_every_tenth_stay(
 ) -> None:
     run = make(root, "a", 13)
     config = runs.configure(run)
-    assert find_spare_weights(run, 12, config) == []
-    monkeypatch.setattr(cleanup, "SMALL_BYTES", 1)
-    gone = {spare.uri for spare in find_spare_weights(run, 12, config)}
+    assert find_removable_weights(run, 12, config) == []
+    monkeypatch.setattr(retention, "SMALL_BYTES", 1)
+    gone = {spare.uri for spare in find_removable_weights(run, 12, config)}
     assert gone == {run.weights_dir(version) for version in range(1, 11) if version != 10}
 
 
@@ -137,7 +145,7 @@ def test_a_run_never_removes_a_version_that_something_names(
             runs.commit(run, version, "evaluate")
         if version in apart:
             files.write_atomic(f"{run.measured_dir}/v{version:05d}-0a1b2c3d/config.json", b"{}")
-        for spare in find_spare_weights(run, version - 1, config, {v for v in held if v <= version}):
+        for spare in find_removable_weights(run, version - 1, config, {v for v in held if v <= version}):
             # a process that is killed has removed some of the files
             if interrupted == version:
                 files.remove(f"{spare.uri}/model.safetensors")
@@ -156,9 +164,9 @@ def test_what_changed_in_a_version_goes_with_it(root: Path) -> None:
     run = make(root, "a", 3)
     for version in (1, 2, 3):
         files.write_atomic(f"{run.weights_dir(version)}/delta.safetensors", b"d" * 10)
-    sizes = {spare.name: spare.bytes for spare in find_spares(run, Keep(checkpoints=9))}
+    sizes = {spare.name: spare.bytes for spare in find_removable(run, RetentionLimits(checkpoints=9))}
     assert sizes == {"weights/v00001": 110, "weights/v00002": 110}
-    for spare in find_spares(run, Keep(checkpoints=9)):
+    for spare in find_removable(run, RetentionLimits(checkpoints=9)):
         spare.remove()
     assert [uri.rsplit("/", 1)[1] for uri in files.list_folders(run.path("weights"))] == ["v00003"]
     # one whose base is gone is of no use to a newcomer, and in nobody's way
@@ -327,7 +335,7 @@ def test_a_run_without_an_attempt_is_nobodys(root: Path, monkeypatch: pytest.Mon
         run = make(root, "busy", 3)
         runs.configure(run, train={"iterations": 4}, dataplane={"url": url})
         monkeypatch.setenv("SF_DATAPLANE_URL", url)
-        assert is_served(run) == "no"
+        assert dataplane_state(run) == "absent"
 
 
 def test_a_copy_of_a_run_that_is_worked_on_is_nobodys(root: Path) -> None:
@@ -335,10 +343,10 @@ def test_a_copy_of_a_run_that_is_worked_on_is_nobodys(root: Path) -> None:
         busy = make(root, "busy", 3, url=url)
         shutil.copytree(busy.uri, root.parent / "copy" / "busy")
         copy = RunDirectory(str(root.parent / "copy" / "busy"))
-        assert (is_served(busy), is_served(copy)) == ("running", "no")
+        assert (dataplane_state(busy), dataplane_state(copy)) == ("running", "absent")
         linked = root.parent / "linked"
         linked.symlink_to(root)
-        assert is_served(RunDirectory(str(linked / "busy"))) == "running"
+        assert dataplane_state(RunDirectory(str(linked / "busy"))) == "running"
 
 
 def test_a_journal_that_a_data_plane_has_open_stays(root: Path) -> None:

@@ -10,9 +10,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from sf_core.reading.sessions import GROUPS, SESSIONS, TEXTS, all_sessions, groups_of, turns_of
-from sf_core.reports import view
-from sf_core.reports.view import RunView, failures_of, open_decoder, stage_time
+from sf_core.reports.iterations import failures_of, stage_time
+from sf_core.reports.sessions import (
+    GROUPS,
+    SESSIONS,
+    TEXTS,
+    all_sessions,
+    groups_of,
+    open_decoder,
+    turns_of,
+)
+from sf_core.reports.view import RunView
 from sf_core.settings import did_you_mean
 from storage import files
 from storage.json_files import parse_json
@@ -39,7 +47,7 @@ class Run:
     ValueError if a file of the run is missing or damaged."""
 
     def __init__(self, uri: str) -> None:
-        self._run = view.open_run(uri).run
+        self._run = RunView.open(uri).run
 
     def __repr__(self) -> str:
         return f"open_run({self.uri!r})"
@@ -78,16 +86,18 @@ class Run:
         `lag_mean`. If an iteration has several optimizer steps, the value is the mean over the steps. A
         column whose name ends in `_max` contains the maximum over the steps.
         """
-        seen = RunView(self._run)
-        found = [one for one in seen.iterations() if "rollout" in one.stages]
-        held_out = seen.read_held_out(one.number + 1 for one in found)
-        rows = [
-            _figures(one.stages["rollout"])
-            | {"iteration": one.number, "held_out": held_out.get(one.number + 1)}
-            | {"published": one.is_through, "seconds": one.seconds if one.is_through else None}
-            for one in found
-        ]
-        trained = [one.number for one in found if "train" in one.stages]
+        view = RunView(self._run)
+        sampled = [iteration for iteration in view.iterations if "rollout" in iteration.stages]
+        rows = []
+        for iteration in sampled:
+            row = _session_figures(iteration.stages["rollout"])
+            row["iteration"] = iteration.number
+            # an iteration makes the next version
+            row["held_out"] = view.held_out.get(iteration.number + 1)
+            row["published"] = iteration.is_complete
+            row["seconds"] = iteration.seconds if iteration.is_complete else None
+            rows.append(row)
+        trained = [iteration.number for iteration in sampled if "train" in iteration.stages]
         return self._with_metrics(rows, ITERATIONS, "train", trained)
 
     def evaluations(self) -> pa.Table:
@@ -107,13 +117,11 @@ class Run:
         """
         view = RunView(self._run)
         rows = []
-        for sessions in view.iter_session_sets():
-            if sessions.kind == "evaluates version":
-                manifest = view.manifest(sessions.number, "evaluate")
-                assert manifest is not None
-                rows.append(_figures(manifest) | {"version": manifest.iteration})
-        versions = [row["version"] for row in rows]
-        return self._with_metrics(rows, EVALUATIONS, "evaluation", versions)
+        for version in view.held_out:
+            manifest = view.manifest(version, "evaluate")
+            assert manifest is not None
+            rows.append(_session_figures(manifest) | {"version": version})
+        return self._with_metrics(rows, EVALUATIONS, "evaluation", [*view.held_out])
 
     def sessions(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Read the committed sessions: training sessions, held-out sessions, and sessions that an agent
@@ -167,12 +175,12 @@ class Run:
         The rewards of discarded groups are known only in runs that choose groups or tasks, for example with
         `rollout.gate`.
         """
-        seen = RunView(self._run)
+        view = RunView(self._run)
         tables = [GROUPS.empty_table()]
-        for number, manifest in enumerate(seen.read_committed("rollout")):
-            found = seen.find_session_set(number, "rollout")
-            tables += [groups_of(found)] if found else []
-            rows = [_discarded(number, *found) for found in seen.read_rejected(manifest)]
+        for number, manifest in enumerate(view.read_committed("rollout")):
+            sessions = view.find_session_set(number, "rollout")
+            tables += [groups_of(sessions)] if sessions else []
+            rows = [_discarded_group(number, *rejected) for rejected in view.read_rejected(manifest)]
             tables.append(pa.Table.from_pylist(rows, schema=GROUPS))
         return pa.concat_tables(tables)
 
@@ -251,15 +259,15 @@ def open_run(uri: str | Path) -> Run:
     return Run(f"runs/{uri}" if is_name else uri)
 
 
-def _figures(manifest: Manifest) -> dict[str, Any]:
-    """What a rollout or an evaluation tells of its sessions."""
+def _session_figures(manifest: Manifest) -> dict[str, Any]:
+    """Figures of the sessions of a rollout or an evaluation, from its manifest."""
     start, end = stage_time(manifest)
     data = {name: manifest.data.get(name) for name in ("sessions", "sampled_tokens")}
     failed = sum(failures_of(manifest).values())
     return {"reward": manifest.data.get("reward_mean"), "failed": failed, "seconds": end - start, **data}
 
 
-def _discarded(iteration: int, group_id: str, reason: str, outcome: dict[str, Any]) -> dict[str, Any]:
+def _discarded_group(iteration: int, group_id: str, reason: str, outcome: dict[str, Any]) -> dict[str, Any]:
     rewards = outcome.get("rewards") or []
     return {
         "iteration": iteration,
