@@ -13,7 +13,7 @@ class Rollout(Ledger):
     def claim(self, limit: int, is_full: bool = False) -> list[Claim]:
         """Give out sessions to run."""
         for admitted in decide.admit(self, limit, is_full):
-            self.begin(admitted.group, admitted.pick, admitted.version, is_told=True)
+            self.begin(admitted.group, admitted.pick, admitted.version)
         return self._give_out(decide.claim(self, limit))
 
     def claim_from_outside(self, size: int) -> list[Claim]:

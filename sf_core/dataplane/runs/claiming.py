@@ -157,13 +157,8 @@ def _open_claimed(run: ServedRun, runner: str, limit: int) -> list[Session]:
     ledger = run.state.ledger
     run_id = run.spec.run_id
     for admitted in decide.admit(ledger, limit, run.memory.is_full):
-        if run.spec.rollout.chooses:
-            run.record(admitted)
-        else:
-            # the claims of its sessions tell of it
-            ledger.begin(admitted.group, admitted.pick, admitted.version)
+        run.record(admitted)
     claims = decide.claim(ledger, limit)
-    run.tell_picks(claim.place.group for claim in claims if claim.place.split == "train")
     return run.open([OpenedSession(claim.session_id(run_id), claim, runner) for claim in claims])
 
 

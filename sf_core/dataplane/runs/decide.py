@@ -48,7 +48,11 @@ def admit(ledger: Ledger, limit: int, is_full: bool = False) -> Iterator[Admitte
     for _ in range(_num_admissible(ledger, is_full) - len(_list_groups(ledger))):
         if missing <= 0:
             return
-        admitted = _pick(ledger, ledger.next_group, len(_list_groups(ledger)))
+        index = ledger.next_group
+        num_before = sum(group.index < index for group in _list_groups(ledger))
+        # the batch that it would fill, were the groups before it in earlier ones
+        batch = ledger.next_batch + num_before // max(1, _places(ledger, outside=False))
+        admitted = Admitted(index, ledger.tasks.pick(index, batch), ledger.version)
         missing -= admitted.pick.size
         yield admitted
 
@@ -71,15 +75,6 @@ def declare(ledger: Ledger, size: int) -> list[Claim]:
     index = ledger.next_group
     attempt = ledger.first_attempt
     return [Claim(SessionSlot("train", index, member), attempt, 0, True) for member in range(size)]
-
-
-def pick_untold(ledger: Ledger) -> Iterator[Admitted]:
-    """The tasks of the groups that have none, see Ledger.forget_untold. Each is to be begun before the next
-    one is decided."""
-    own = [group for group in ledger.groups.values() if not group.is_outside]
-    for place, group in enumerate(own):
-        if group.pick is None:
-            yield _pick(ledger, group.index, place)
 
 
 # --- ends
@@ -184,13 +179,6 @@ def num_open_sessions(ledger: Ledger, is_full: bool = False) -> int:
 def _open_sessions(ledger: Ledger) -> Iterator[Claim]:
     for group in chain(ledger.evaluations.values(), ledger.groups.values()):
         yield from group.claims()
-
-
-def _pick(ledger: Ledger, index: int, num_before: int) -> Admitted:
-    """A group with the task that the curriculum picks for it, behind so many others."""
-    # the batch that it would fill, were the groups before it in earlier ones
-    batch = ledger.next_batch + num_before // max(1, _places(ledger, outside=False))
-    return Admitted(index, ledger.tasks.pick(index, batch), ledger.version)
 
 
 def _places(ledger: Ledger, outside: bool) -> int:

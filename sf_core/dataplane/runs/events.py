@@ -125,7 +125,7 @@ class Lost(Event):
 
 
 class Admitted(Event):
-    """A group of a run that chooses was begun, with this task; told before its first session."""
+    """A group of the run's own was begun, with this task; comes before its first session."""
 
     group: int
     pick: Pick
@@ -222,7 +222,7 @@ class Needed:
                     return not self.unstored.isdisjoint(session_ids)
                 case _ if not is_ours:
                     return False
-                case Published() | Revoked() | Paused() | Resumed():
+                case Published() | Admitted() | Revoked() | Paused() | Resumed():
                     return False  # the head has what they led to
                 case EvaluationStarted(version):
                     return version >= self.newest_evaluation
@@ -239,7 +239,7 @@ class Needed:
                     return counts(result.claim)
                 case Failed(claim) | Lost(claim):
                     return counts(claim) or claim.session_id(self.spec.run_id) in reopened
-                case Rejected(group) | Admitted(group):
+                case Rejected(group):
                     return group in self.groups
                 case Sealed(index):
                     return index == self.last_batch

@@ -44,11 +44,9 @@ class Group:
     first_attempt: int = 0
     """Number of the first attempt at each of its sessions."""
     pick: Pick | None = None
-    """Its task, if the run gave it one."""
+    """Its task; None if it is from outside."""
     version: int = 0
     """Policy version when it was begun."""
-    is_told: bool = False
-    """Whether the journal has its pick."""
     need: int = field(init=False)
     """Sessions with which it is complete."""
     lost: Reason | None = field(default=None, init=False)

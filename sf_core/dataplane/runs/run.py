@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from sf_core.dataplane.bodies import PauseMode, RunSpec
@@ -256,26 +257,14 @@ class ServedRun:
     def sessions_of(self, runner: str) -> list[Session]:
         return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]
 
-    def tell_picks(self, indices: Iterable[int]) -> None:
-        """Record the tasks of groups that an attempt without a curriculum began, before more of them is
-        told."""
-        if not self.spec.rollout.chooses:
-            return
-        for index in indices:
-            group = self.state.ledger.groups.get(index)
-            if group is not None and group.pick is not None and not group.is_told:
-                self.record(events.Admitted(index, group.pick, group.version))
-
     def open(self, facts: list[OpenedSession]) -> list[Session]:
-        """Open sessions."""
-        if facts:
-            self.record(events.Opened(facts))
+        """Open sessions, in one event for each group, which is needed no longer than its group."""
+        for _, sessions in groupby(facts, lambda session: session.claim and session.claim.place[:2]):
+            self.record(events.Opened(list(sessions)))
         return [self.sessions[one.session_id] for one in facts]
 
     def reject(self, indices: Iterable[int], reason: str) -> None:
         """Reject groups."""
-        indices = list(indices)
-        self.tell_picks(indices)
         for index in indices:
             self.record(events.Rejected(index, reason))
             self.counters[f"rejected_groups.{reason}"] += 1

@@ -83,7 +83,7 @@ class RunState:
             case events.EvaluationStarted(version, num_tasks):
                 ledger.start_evaluation(version, num_tasks)
             case events.Admitted(group, pick, version):
-                ledger.begin(group, pick, version, is_told=True)
+                ledger.begin(group, pick, version)
             case events.Opened():
                 self._open(event)
             case events.Rewarded(session_id, reward, parts, steps) if session_id in sessions:
@@ -388,11 +388,15 @@ class RunState:
             "done_groups": ledger.list_done_before(iteration),
         }
         head: list[RunEvent] = [events.Registered(self.spec.model_copy(update=progress))]
+        ended = [*ledger.ended_by.get(last, ()), *ledger.ended]
+        head += [events.Admitted(one.group, one.pick, one.version) for one in ended if one.pick]
+        groups = ledger.groups.values()
+        head += [events.Admitted(group.index, group.pick, group.version) for group in groups if group.pick]
         head += map(events.Revoked, sorted(self.revoked_leases))
         head += map(events.Paused, sorted(self.paused, key=str))
         sessions = set(self.sessions)
         unstored = set(self.results.opened)
-        groups = {*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected}
+        indices = {*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected}
         newest = max(ledger.evaluations, default=0)
-        needed = events.Needed(self.spec, self.released, sessions, unstored, groups, newest, last)
+        needed = events.Needed(self.spec, self.released, sessions, unstored, indices, newest, last)
         return head, needed.keeper()

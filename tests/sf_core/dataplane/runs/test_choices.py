@@ -12,7 +12,7 @@ from sf_core.dataplane.runs.groups import Progress
 from sf_core.recipes.curriculum import Curriculum, Sizes, Stage
 from sf_core.recipes.gates import Varied
 from sf_core.recipes.outcomes import Pick, Result, Success, TaskRef
-from tests.sf_core.dataplane.runs.rollouts import finish_all, got, manager
+from tests.sf_core.dataplane.runs.rollouts import begun_as, finish_all, got, manager
 
 POOL = Curriculum(pool=20)
 
@@ -156,27 +156,20 @@ def test_groups_from_outside_that_are_dropped_do_not_end_a_run() -> None:
 # --- after a restart
 
 
-def restored(picks: list[Pick], **rules: Any) -> Rollout:
-    m = manager(**rules)
-    for index, pick in enumerate(picks):
-        m.begin(index, pick, 0, is_told=True)
-    return m
-
-
 def test_picks_and_the_place_in_the_order_are_restored() -> None:
     m = manager(curriculum=POOL)
     m.claim(3 * 2)
-    picks = [group.pick for group in m.groups.values() if group.pick]
-    again = restored(picks, curriculum=POOL)
+    again = begun_as(m, curriculum=POOL)
     assert (again.tasks.positions, again.tasks.in_flight) == (m.tasks.positions, m.tasks.in_flight)
-    assert m.tasks.positions[""] == max(pick.position for pick in picks) > 0
+    assert m.tasks.positions[""] == max(g.pick.position for g in m.groups.values() if g.pick) > 0
     m.claim(2)
     again.claim(100)
     assert [g.pick for g in again.groups.values()][:4] == [g.pick for g in m.groups.values()]
 
 
 def test_a_session_given_out_while_the_end_was_recorded_that_completed_its_group_does_not_run() -> None:
-    m = restored([Pick(TaskRef("", 7), 1, 2, 3)], curriculum=POOL, spare_sessions=1)
+    m = manager(curriculum=POOL, spare_sessions=1)
+    m.begin(0, Pick(TaskRef("", 7), 1, 2, 3), 0)
     first, second, third, *_ = manager(spare_sessions=1).claim(3)
     for claim in (first, second):
         assert m.open(claim)
@@ -192,8 +185,7 @@ def test_what_ended_while_a_batch_was_written_is_told_with_the_next_one() -> Non
     rules: dict[str, Any] = {"curriculum": POOL, "gate": Varied(), "groups_per_batch": 1}
     m = manager(**rules)
     claims = m.claim(4)
-    picks = [group.pick for group in m.groups.values() if group.pick]
-    again = restored(picks, **rules)
+    again = begun_as(m, **rules)
     for which in (m, again):
         for claim in claims[:2]:
             which.finish(claim, got(float(claim.place.member)), 0)
@@ -209,22 +201,37 @@ def test_what_ended_while_a_batch_was_written_is_told_with_the_next_one() -> Non
 
 
 def test_a_group_begun_by_an_attempt_that_chose_nothing_keeps_its_sessions() -> None:
+    pick = Pick(TaskRef("", 0), 0, 2, 2)
     again = manager()
+    again.begin(0, pick, 0)
     first, second = manager().claim(2)
     assert again.open(first)
     again.finish(first, got(0.5), 0)
     assert again.open(second)
     again.set_rules(again.rules.model_copy(update={"gate": Varied()}), 1, 100)
-    again.begin(0, Pick(TaskRef("", 0), 0, 2, 2), 0, is_told=True)
+    # an earlier version told the same pick again
+    again.begin(0, pick, 3)
+    assert again.groups[0].version == 3
     assert progress(again, 0) == "DONE RUNNING"
     assert again.tasks.in_flight == {TaskRef("", 0): 1}
     assert second.attempt == again.groups[0].members[1].attempt
 
 
+def test_a_group_that_an_earlier_version_gave_another_task_goes_on_counting_attempts() -> None:
+    again = manager(curriculum=POOL)
+    again.begin(0, Pick(TaskRef("", 0), 0, 2, 2), 0)
+    again.note_given_out(manager().claim(1)[0])
+    again.begin(0, Pick(TaskRef("", 7), 3, 1, 1), 2)
+    assert again.tasks.in_flight == {TaskRef("", 7): 1}
+    assert (again.groups[0].size, again.groups[0].version) == (1, 2)
+    assert again.claim(1)[0].session_id("run") == "run.g0.0.a1"
+
+
 def test_what_a_batch_has_taken_is_not_told_as_rejected_by_the_rules_of_now() -> None:
     m = manager(groups_per_batch=1)
-    again = manager(groups_per_batch=1, gate=Varied())
-    for claim in m.claim(2):
+    claims = m.claim(2)
+    again = begun_as(m, groups_per_batch=1, gate=Varied())
+    for claim in claims:
         m.end(claim, got(1.0), 0)
         again.finish(claim, got(1.0), 0)
     again.seal(0, m.seal_next(0))

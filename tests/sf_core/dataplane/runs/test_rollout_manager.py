@@ -306,7 +306,7 @@ def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> N
 def test_restored_sessions_are_not_given_out_again() -> None:
     m = rollouts.manager()
     lost, kept, *_ = m.claim(4)
-    restored = rollouts.manager()
+    restored = rollouts.begun_as(m)
     restored.note_given_out(lost)
     restored.note_given_out(kept)
     restored.finish(kept, rollouts.got(1.0), 0)
