@@ -176,7 +176,7 @@ def _run(
         if estimate is not None and (told := estimate.tell()):
             progress.note(told)
         if config.rollout.outside_groups:
-            progress.note(f"agents outside find the data plane at {services.dataplane}")
+            progress.note(f"external agents find the data plane at {services.dataplane}")
         file = local / "flow.json"
         write_atomic(str(file), config.model_dump_json().encode())
         # addresses are not in the stored configuration: the next attempt may have others

@@ -1,4 +1,4 @@
-"""Gives sessions to those who work on them: runners that claim them, and agents outside that open them.
+"""Gives sessions to those who work on them: runners that claim them, and external agents that open them.
 
 Owns what a claim gives out: sessions that the rollout manager begins (decide.py), and answers to be scored. A
 session whose runner is gone, silent or does not name it is given out again.
@@ -72,7 +72,7 @@ async def open_session(run: ServedRun, body: SessionBody, by_operator: bool) -> 
 
 
 async def declare_group(run: ServedRun, body: GroupBody, by_operator: bool) -> list[Session]:
-    """Open the sessions of a group that agents outside work on; none if there is no place for it now. A
+    """Open the sessions of a group that external agents work on; none if there is no place for it now. A
     client is not given the sessions that the operator opened under the same name."""
     if declared := _find_declared(run, body.name, by_operator):
         return declared

@@ -13,7 +13,7 @@ from sf_core.config.failures import Reason
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.runs.ledger import Batch
-from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.sessions.claims import Claim, is_external
 from sf_core.dataplane.sessions.finished import FinishedSession, JudgedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import TurnEvent
@@ -200,7 +200,7 @@ class Needed:
         """Says of the events of a journal, in their order, which to keep. It is called in another thread,
         while the run goes on."""
         reopened: set[str] = set()
-        """Sessions of agents outside that a restart opens: what ended them must be kept."""
+        """Sessions of external agents that a restart opens: what ended them must be kept."""
         is_ours = True
         """Whether the event is of the run that is served, and not of one that it replaced."""
 
@@ -228,12 +228,12 @@ class Needed:
                     return version >= self.newest_evaluation
                 case Opened(opened):
                     is_kept = any(one.session_id in self.sessions or counts(one.claim) for one in opened)
-                    external = [one for one in opened if one.claim is None or one.claim.is_outside]
+                    external = [one for one in opened if is_external(one.claim)]
                     reopened.update(one.session_id for one in external if is_kept)
                     return is_kept
                 case Closed(session_id):
                     return session_id in reopened
-                case Finished(result) if result.claim is None or result.claim.is_outside:
+                case Finished(result) if is_external(result.claim):
                     return result.session_id in reopened or result.session_id in self.unstored
                 case Finished(result):
                     return counts(result.claim)

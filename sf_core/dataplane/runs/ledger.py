@@ -104,7 +104,7 @@ class Ledger:
         self._add(group)
 
     def declare(self, index: int, size: int) -> None:
-        """Begin a group from outside."""
+        """Begin an external group."""
         if index not in self._done and index not in self.groups:
             self._add(Group("train", index, size, True, self.first_attempt, version=self.version))
 
@@ -142,13 +142,13 @@ class Ledger:
         """Open the place of a failed session again, or have its group go on without it."""
         if (group := self.group_of(claim)) is None:
             return
-        if group.fail(claim) < self.rules.session_attempts and not group.is_outside:
+        if group.fail(claim) < self.rules.session_attempts and not group.is_external:
             return
         if group.split == "holdout":
             group.finish(claim, None, None)
             return
         least = group.need if self.rules.least_sessions is None else self.rules.least_sessions
-        group.leave_out(claim, group.need if group.is_outside else min(least, group.need), reason)
+        group.leave_out(claim, group.need if group.is_external else min(least, group.need), reason)
         self._note_complete(group)
 
     def lose(self, claim: Claim) -> None:
@@ -161,12 +161,12 @@ class Ledger:
             return
         group = self.groups.get(index)
         if group is None:
-            # from outside, and not begun again when the run started over
+            # external, and not begun again when the run started over
             group = Group("train", index, self.rules.group_size, True, version=self.version)
         self._leave(group, reason)
         self.rejected[index] = reason
-        # nothing is sampled in place of one from outside until an agent there declares it
-        if not group.is_outside:
+        # nothing is sampled in place of an external one until another is declared
+        if not group.is_external:
             self._count_dropped(index, reason)
 
     def seal(self, index: int, batch: Batch) -> None:
@@ -229,7 +229,7 @@ class Ledger:
 
     def list_incomplete(self) -> list[Group]:
         """The run's own groups that are not complete."""
-        return [group for group in self.groups.values() if not (group.is_outside or group.is_complete)]
+        return [group for group in self.groups.values() if not (group.is_external or group.is_complete)]
 
     def knows_batch(self, batch: int) -> bool:
         """Whether a flow whose next batch is this one can go on with the groups here; it may have missed the

@@ -119,13 +119,13 @@ async def begin_anew(run: ServedRun, spec: RunSpec) -> ServedRun:
 
 
 def _replace(state: RunState, spec: RunSpec) -> RunState:
-    """A run that takes over what agents outside have finished, because it is still to be stored, and nothing
+    """A run that takes over what external agents have finished, because it is still to be stored, and nothing
     else."""
     fresh = RunState(spec, state.memory)
-    opened = list(state.results.opened.values())
+    opened = list(state.results.external.values())
     state.free_memory()
     for result in opened:
-        fresh.results.keep_opened(result)
+        fresh.results.keep_external(result)
     return fresh
 
 
@@ -185,7 +185,7 @@ async def read_events(journal: Journal) -> AsyncGenerator[RunEvent]:
 
 def _list_own_groups(opened: Opened) -> list[int]:
     """The groups of the run's own of which sessions were given out."""
-    claims = [session.claim for session in opened.facts if session.claim and not session.claim.is_outside]
+    claims = [session.claim for session in opened.facts if session.claim and not session.claim.is_external]
     return sorted({claim.place.group for claim in claims if claim.place.split == "train"})
 
 
@@ -227,7 +227,7 @@ async def _past_events(spec: RunSpec, journal: Journal, num_events: int | None) 
                 case Rejected() | Opened() | Admitted():
                     past.append(event)
                 case Finished(result) if result.claim is not None and result.claim.place.split == "train":
-                    if not result.claim.is_outside:
+                    if not result.claim.is_external:
                         past.append(event)
     return past
 
@@ -250,8 +250,8 @@ async def begin_attempt(run: ServedRun, spec: RunSpec) -> bool:
     if starts_over:
         for session in _list_claimed(run):
             run.take_back(session, "the run starts over")
-        outside = run.reject_outside("started_over")
-        past.events.extend(Rejected(index, "started_over") for index in outside)
+        external = run.reject_external("started_over")
+        past.events.extend(Rejected(index, "started_over") for index in external)
     run.take_over(_register(run.state, spec, past))
     if starts_over:
         _judge_past(run)
@@ -278,7 +278,7 @@ def _register(state: RunState, spec: RunSpec, past: Past) -> RunState:
             fresh.apply(event)
             continue
         for opened in event.facts:
-            if opened.claim is not None and not opened.claim.is_outside:
+            if opened.claim is not None and not opened.claim.is_external:
                 fresh.ledger.note_given_out(opened.claim)
     fresh.ledger.forget_dropped()
     return fresh

@@ -39,7 +39,7 @@ def surviving(run: ServedRun) -> dict[str, Any]:
         "last_batch": (ledger.batches.get(last), state.answers.get(last)),
         "sessions": {name: facts(session) for name, session in sessions},
         "results": {at: results[at] for at in results if at.split == "train" or at.group == newest},
-        "opened": [(name, *rows_of(result)) for name, result in state.results.opened.items()],
+        "opened": [(name, *rows_of(result)) for name, result in state.results.external.items()],
         "ends": {name: state.ends.find(name) for name in list_latest(run)},
         "released": state.released,
         "paused": (state.paused, run.router.paused),

@@ -146,9 +146,9 @@ def test_groups_that_were_dropped_in_a_row_are_counted_by_reason() -> None:
     assert m.dropped_in_a_row == {"equal_rewards": 1}, "those before one that counts are forgotten"
 
 
-def test_groups_from_outside_that_are_dropped_do_not_end_a_run() -> None:
+def test_external_groups_that_are_dropped_do_not_end_a_run() -> None:
     m = manager(outside_groups=2)
-    m.end_failed(m.claim_from_outside(2)[0], "agent_error")
+    m.end_failed(m.claim_external(2)[0], "agent_error")
     assert m.rejected == {0: "agent_error"}
     assert not m.dropped_in_a_row
 

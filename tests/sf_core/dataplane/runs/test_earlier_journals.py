@@ -27,8 +27,8 @@ JOURNAL = JOURNALS / "before_picks.journal"
 OPEN_SESSION = "run.open.9bcf8a535e85246c"
 
 BEFORE_OWNERS = JOURNALS / "before_owners.journal"
-"""Of version db999c56: batch 0 is sealed (group 0), group 1 is complete, 2 is half done, and an agent outside
-has opened OPEN_SESSION and given it a reward."""
+"""Of version db999c56: batch 0 is sealed (group 0), group 1 is complete, 2 is half done, and an external
+agent has opened OPEN_SESSION and given it a reward."""
 
 
 BEFORE_ADMITTED = JOURNALS / "before_admitted.journal"

@@ -77,7 +77,7 @@ async def test_nothing_that_a_run_did_before_it_began_anew_counts(
     if restarts == "after":
         await driver.restart()
     state = driver.run.state
-    assert (state.results.by_place, [*state.results.opened]) == ({}, [outside.session_id])
+    assert (state.results.by_place, [*state.results.external]) == ({}, [outside.session_id])
     assert (state.ledger.groups, state.ledger.evaluations, state.sessions) == ({}, {}, {})
     await driver.evaluate(1)
     sessions = await driver.claimed("b", 3)
