@@ -13,18 +13,18 @@ class Rollout(Ledger):
     def claim(self, limit: int, is_full: bool = False) -> list[Claim]:
         """Give out sessions to run."""
         for admitted in decide.admit(self, limit, is_full):
-            self.begin(admitted.group, admitted.pick, admitted.version, is_told=True)
+            self.begin(admitted.group, admitted.pick, admitted.version)
         return self._give_out(decide.claim(self, limit))
 
-    def claim_from_outside(self, size: int) -> list[Claim]:
-        """Give out the sessions of a new group from outside; none if there is no place for it."""
+    def claim_external(self, size: int) -> list[Claim]:
+        """Give out the sessions of a new external group; none if there is no place for it."""
         claims = decide.declare(self, size)
         if claims:
             self.declare(claims[0].place.group, size)
         return self._give_out(claims)
 
     def claim_held_out(self, limit: int) -> list[Claim]:
-        """Give out held-out sessions to an agent outside."""
+        """Give out held-out sessions to an external agent."""
         return self._give_out(decide.claim_held_out(self, limit))
 
     def end(self, claim: Claim, result: Result, min_version: int | None) -> list[int]:

@@ -116,7 +116,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
     elif config.policy.sees:
         facts.append(("pictures", "the policy sees pictures"))
     if config.rollout.outside_groups:
-        facts.append(("outside", _outside(plan, config)))
+        facts.append(("outside", _describe_external(plan, config)))
     facts += explain_sizes(config, sizes).items()
     if scheduler is None and (duration := Estimate(config, sizes).describe()):
         facts.append(("time", duration))
@@ -259,8 +259,8 @@ def _size_of(folder: str) -> str:
         return ""
 
 
-def _outside(plan: Plan, config: RunConfig) -> str:
+def _describe_external(plan: Plan, config: RunConfig) -> str:
     rollout = config.rollout
     share = f"{rollout.outside_groups} of {rollout.groups_per_batch} groups of each batch"
     held_out = "" if plan.agent else "; so do held-out tasks, because no worker is tagged agent"
-    return f"{share} come from agents outside (POST /runs/RUN/groups){held_out}"
+    return f"{share} come from external agents (POST /runs/RUN/groups){held_out}"

@@ -176,7 +176,7 @@ def _run(
         if estimate is not None and (duration := estimate.describe()):
             progress.show_status(duration)
         if config.rollout.outside_groups:
-            progress.show_status(f"agents outside find the data plane at {services.dataplane}")
+            progress.show_status(f"external agents find the data plane at {services.dataplane}")
         file = local / "flow.json"
         write_atomic(str(file), config.model_dump_json().encode())
         # addresses are not in the stored configuration: the next attempt may have others

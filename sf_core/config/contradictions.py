@@ -165,8 +165,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
         "`order: draw`, or leave `explore` and `utility` out",
     ),
     (
-        lambda c: c.rollout.curriculum is not None and c.rollout.is_outside,
-        "rollout.curriculum chooses tasks of the environment, but all groups come from outside "
+        lambda c: c.rollout.curriculum is not None and c.rollout.is_external,
+        "rollout.curriculum chooses tasks of the environment, but all groups are external "
         "(rollout.outside_groups): leave one of the two out",
     ),
     (
@@ -195,7 +195,7 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     (
         lambda c: c.environment.group_reward is not None and c.rollout.outside_groups > 0,
         "environment.group_reward scores the answers of the run's own agents, but the rewards of "
-        "rollout.outside_groups come from outside: leave one of the two out",
+        "rollout.outside_groups are external: leave one of the two out",
     ),
     (
         lambda c: c.rollout.outside_groups > c.rollout.groups_per_batch,
@@ -304,7 +304,7 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
             != (1, 1, 0, 0)
         ),
         "train.teacher.url gives log-probs at temperature 1 of the whole vocabulary: leave out "
-        "rollout.temperature, top_p, top_k and outside_groups (outside agents choose their own sampling), "
+        "rollout.temperature, top_p, top_k and outside_groups (external agents choose their own sampling), "
         "or set train.teacher.model instead of train.teacher.url",
     ),
     (

@@ -64,7 +64,7 @@ class FailureRules(Settings):
     parsed. If the agent raises no error after such a call, the session has not failed."""
     reward_error: Rule = "retry_then_exclude"
     """Rule for a session whose reward function raised an error, exceeded `score_timeout_s`, or returned a
-    number that is not finite. This rule also applies if an agent outside the cluster sent no reward within
+    number that is not finite. This rule also applies if an external agent sent no reward within
     `reward_patience_s`."""
 
     def rule_for(self, reason: Reason) -> Rule:

@@ -148,7 +148,7 @@ class RolloutConfig(Settings):
     groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
     """Number of groups per batch. Each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of groups per batch that agents outside the cluster work on. The environment provides the tasks
+    """Number of groups per batch that external agents work on. The environment provides the tasks
     of all other groups. If the agents of all groups run outside the cluster, no worker needs the tag `agent`.
     0: the environment provides all tasks."""
     success: Success | None = None
@@ -222,7 +222,7 @@ class RolloutConfig(Settings):
     judge is unavailable, another worker scores the answer again, up to `session_attempts` attempts in
     total."""
     reward_patience_s: float = Field(600.0, gt=0)
-    """Timeout, in seconds, for an agent outside the cluster to send the reward after its answer. When it
+    """Timeout, in seconds, for an external agent to send the reward after its answer. When it
     expires, `on_failure.reward_error` applies. Time without a serving engine does not count."""
     request_patience_s: float = Field(600.0, gt=0)
     """Maximum time, in seconds, that a request waits for an engine, including the time of pauses. When it
@@ -256,6 +256,6 @@ class RolloutConfig(Settings):
         return not is_plain or self.spare_sessions > 0 or self.least_sessions is not None
 
     @property
-    def is_outside(self) -> bool:
-        """Whether all training sessions are those of agents outside."""
+    def is_external(self) -> bool:
+        """Whether all training sessions are those of external agents."""
         return self.outside_groups >= self.groups_per_batch

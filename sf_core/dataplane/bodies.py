@@ -173,7 +173,7 @@ Metadata = Annotated[dict[str, Any], AfterValidator(_check_metadata)]
 
 
 class SessionBody(Body):
-    """A session for an agent outside the cluster. Runners do not get this session."""
+    """A session for an external agent. Runners do not get this session."""
 
     run_id: RunName
     policy: str | None = None
@@ -189,7 +189,7 @@ class SessionBody(Body):
 
 
 class GroupBody(Body):
-    """A group for agents outside the cluster: sessions of one task, whose rewards are compared."""
+    """A group for external agents: sessions of one task, whose rewards are compared."""
 
     split: Literal["train", "holdout"] = "train"
     """train: sessions of a batch. holdout: sessions of an evaluation that is in progress."""
@@ -222,7 +222,7 @@ def _read_judgements(given: list[Any]) -> list[Judgement]:
 class FinishBody(Body):
     status: Literal["finished", "failed", "answered", "unjudged"]
     """finished: the session has ended with a reward. failed: the session has failed. answered: the agent has
-    ended and the reward follows, from a runner that scores or, for an agent outside the cluster, in another
+    ended and the reward follows, from a runner that scores or, for an external agent, in another
     report. unjudged: a judge was not available, so the answer is scored again. If several answers are scored
     together, unjudged is reported with each of them and counts once."""
     answer: str | None = None

@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
 
     group: int
     pick: Pick | None
-    """Task of the group and number of its sessions. None if agents outside the cluster ran the group."""
+    """Task of the group and number of its sessions. None if external agents ran the group."""
     size: int
     version: int
     """Version of the policy when the group started."""

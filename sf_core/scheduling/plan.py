@@ -143,7 +143,7 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     `train.min_workers` trainers, no rollout-only worker if trainers are lent, and workers that a colocated
     run could not start with. Its workers that run agents or score keep doing so."""
     carried = {tag for worker in workers for tag in worker.tags}
-    without = ("agents",) if config.rollout.is_outside else ()
+    without = ("agents",) if config.rollout.is_external else ()
     if missing := [repr(tag) for tag in list_needed_tags(without) if tag not in carried]:
         raise ValueError(f"no worker has the tag {' or '.join(missing)}; workers: {_list_offers(workers)}")
     for worker in workers:
@@ -173,7 +173,7 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
             f"{means} needs a worker tagged rollout in addition to the trainers "
             f"{', '.join(sorted(names))}; workers: {_list_offers(workers)}"
         )
-    if not workers_by_duty["agent"] and not config.rollout.is_outside:
+    if not workers_by_duty["agent"] and not config.rollout.is_external:
         raise ValueError(
             f"no worker is left for agents: {', '.join(sorted(names))} trains, and agents would delay "
             f"training; workers: {_list_offers(workers)}"

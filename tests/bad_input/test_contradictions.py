@@ -33,7 +33,7 @@ from tests.bench.refusals import Refusal, refuses
     rollout: {outside_groups: 1}
     train: {advantage: none, teacher: {url: 'http://host:8000', tokenizer: folder, divergence: sampled}}
     > run.yaml: train.teacher.url gives log-probs at temperature 1 of the whole vocabulary: leave out
-    > rollout.temperature, top_p, top_k and outside_groups (outside agents choose their own sampling), or set
+    > rollout.temperature, top_p, top_k and outside_groups (external agents choose their own sampling), or set
     > train.teacher.model instead of train.teacher.url
     train: {advantage: none, teacher: {}}
     > run.yaml line 1: train.teacher: set exactly one of `model`, `url` and `weights`; given: none of them
@@ -123,7 +123,7 @@ from tests.bench.refusals import Refusal, refuses
     environment: {group_reward: 'a:b'}
     rollout: {outside_groups: 1}
     > run.yaml: environment.group_reward scores the answers of the run's own agents, but the rewards of
-    > rollout.outside_groups come from outside: leave one of the two out
+    > rollout.outside_groups are external: leave one of the two out
     rollout: {least_sessions: 9}
     > run.yaml: rollout.least_sessions (9) must not exceed rollout.group_size (8)
     rollout: {groups_per_batch: 4, curriculum: {pool: 8}}
@@ -139,7 +139,7 @@ from tests.bench.refusals import Refusal, refuses
     > run.yaml: rollout.curriculum.stages are shares of an environment's parts, but environment.tasks, a
     > function of your own, has no parts: leave one of the two out
     rollout: {outside_groups: 32, curriculum: {pool: 100}}
-    > run.yaml: rollout.curriculum chooses tasks of the environment, but all groups come from outside
+    > run.yaml: rollout.curriculum chooses tasks of the environment, but all groups are external
     > (rollout.outside_groups): leave one of the two out
     rollout: {curriculum: {pool: 100, sizes: {fewer: 8}}}
     > run.yaml: rollout.curriculum.sizes.fewer (8) must be below rollout.group_size (8)

@@ -36,7 +36,7 @@ def documented() -> dict[str, Any]:
 
 
 def files_of_sessions(config: RunConfig) -> Counter[str]:
-    """Number of files that have rows of a session, of those that agents outside worked on."""
+    """Number of files that have rows of a session, of those that external agents worked on."""
     found: Counter[str] = Counter()
     for kind in ("trajectories", "opened"):
         for uris in RunDirectory(config.run_dir).list_partitions(kind).values():

@@ -91,7 +91,7 @@ def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
 def test_a_run_that_the_stack_has_open_is_not_continued_beside_it(
     standing_stack: Stack, tmp_path: Path
 ) -> None:
-    """`sf resume` with a data plane of its own, while agents outside go on at that of `sf up`."""
+    """`sf resume` with a data plane of its own, while external agents go on at that of `sf up`."""
     gates = tmp_path / "gates"
     code = "import os\nfrom tests.e2e.held_package import agent, reward, tasks\n"
     (standing_stack.user_code / "beside.py").write_text(

@@ -300,7 +300,7 @@ def test_product(clone: Clone) -> None:
         assert started[0].stdout is not None
         for line in started[0].stdout:
             said += line
-            if found := re.search(r"agents outside find the data plane at http://127.0.0.1:(\d+)", line):
+            if found := re.search(r"external agents find the data plane at http://127.0.0.1:(\d+)", line):
                 # nobody reads what they print, and a full pipe would stop them
                 started += [
                     clone.start(f"exec env {words} > {clone.top}/printed-{number} 2>&1", clone.folder)

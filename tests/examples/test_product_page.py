@@ -18,7 +18,7 @@ def blocks(language: str) -> list[str]:
 def test_the_configuration_of_the_page_takes_all_groups_from_outside(tmp_path: Path) -> None:
     [text] = blocks("yaml")
     (tmp_path / "product.yaml").write_text(text, encoding="utf-8")
-    assert load_config(tmp_path / "product.yaml").rollout.is_outside
+    assert load_config(tmp_path / "product.yaml").rollout.is_external
 
 
 def test_the_callers_of_the_page_prefer_short_answers_that_name_the_thing() -> None:

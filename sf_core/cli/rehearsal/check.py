@@ -49,7 +49,7 @@ def check_first_task(config: RunConfig, report: Callable[[str], None]) -> None:
 def is_rehearsed(config: RunConfig) -> bool:
     """Whether agents of the run work on this machine, and no session of the run is stored yet. Workers of
     another machine may have programs, packages and keys that this one lacks."""
-    is_ours = scheduler_of(config) is None and not config.rollout.is_outside
+    is_ours = scheduler_of(config) is None and not config.rollout.is_external
     return is_ours and config.engine.kind != "emulated" and not _has_sessions(config)
 
 

@@ -19,10 +19,10 @@ LONGEST_S = 60.0
 
 
 def has_greedy_answers(config: RunConfig) -> bool:
-    """Whether greedy answers can be had here, and may differ from sampled ones. Judges, agents outside,
+    """Whether greedy answers can be had here, and may differ from sampled ones. Judges, external agents,
     servers and workers of a cluster are not asked for them."""
     is_here = scheduler_of(config) is None and engine_kind(config).needs_torch
-    asks_others = bool(config.environment.judges) or config.rollout.is_outside
+    asks_others = bool(config.environment.judges) or config.rollout.is_external
     return (
         is_here
         and trainer_kind(config).computes_weights

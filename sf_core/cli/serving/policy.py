@@ -127,7 +127,7 @@ def fit_to_this_process(policy: Policy) -> RunConfig:
 
 
 def rules_for_single_sessions(rules: RolloutConfig, num_groups: int) -> RolloutConfig:
-    """The rules of a run whose groups are of one session and declared from outside: their sessions are
+    """The rules of a run whose groups are of one session and external: their sessions are
     sampled as in training, without a runner."""
     own = {
         "group_size": 1,

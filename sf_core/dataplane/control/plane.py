@@ -170,7 +170,7 @@ class DataPlane:
         return await run.journal.attend(open_session(run, body, caller.is_operator))
 
     async def declare(self, run_id: str, body: GroupBody, caller: Caller) -> list[Session]:
-        """Open the sessions of a group from outside. Raises ApiError 429 while no batch has a place for it,
+        """Open the sessions of an external group. Raises ApiError 429 while no batch has a place for it,
         409 if the run takes none, else as `_open_run` does."""
         run = self._open_run(run_id, caller)
         if body.split == "train" and not run.spec.rollout.outside_groups:
@@ -235,7 +235,7 @@ class DataPlane:
             self._take_away(list(run.router.engines), run, "released")
         await self.stores[run.spec.run_id].store_or_try_later()
         # a run with results that are not written yet is for the next process too
-        if self._open_runs is not None and not run.state.results.opened:
+        if self._open_runs is not None and not run.state.results.external:
             self._open_runs.remove(run.spec.run_id)
         await self._rest(run)
 
@@ -368,7 +368,7 @@ def _no_room(memory: Memory) -> ApiError:
 
 def _takes_no_groups(run_id: str) -> ApiError:
     message = (
-        f"Run {run_id} takes no groups from outside, because rollout.outside_groups is 0: set "
+        f"Run {run_id} takes no external groups, because rollout.outside_groups is 0: set "
         "rollout.outside_groups, or open sessions; opened sessions are stored but do not train."
     )
     return ApiError(409, message, code="no_outside_groups", param="run_id")
@@ -376,7 +376,7 @@ def _takes_no_groups(run_id: str) -> ApiError:
 
 def _no_place(run: ServedRun, body: GroupBody) -> ApiError:
     message = (
-        f"Run {run.spec.run_id} cannot take another group from outside within the lag bound now: declare "
+        f"Run {run.spec.run_id} cannot take another external group within the lag bound now: declare "
         "the group again later."
         if body.split == "train"
         else f"No evaluation of run {run.spec.run_id} has a held-out task left: ask again later."

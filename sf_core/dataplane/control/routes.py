@@ -60,14 +60,14 @@ _post = partial(_declare, "POST")
 # --- sessions
 
 
-@_post(SESSIONS, "Open a session for an agent outside the cluster.", 404, 429, 503)
+@_post(SESSIONS, "Open a session for an external agent.", 404, 429, 503)
 async def open_session(plane: DataPlane, request: Request, body: bodies.SessionBody) -> Answer:
     caller: Caller = request.scope["caller"]
     session = await plane.open_session(body, caller)
     return _place_of(plane.run(body.run_id), session, request)
 
 
-@_post(GROUPS, "Declare a group for agents outside the cluster.", 404, 409, 429, 503)
+@_post(GROUPS, "Declare a group for external agents.", 404, 409, 429, 503)
 async def declare_group(plane: DataPlane, request: Request, run_id: str, body: bodies.GroupBody) -> Answer:
     sessions = await plane.declare(run_id, body, request.scope["caller"])
     places = [session.claim.place for session in sessions if session.claim]

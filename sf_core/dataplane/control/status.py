@@ -129,8 +129,8 @@ def _workforce(run: ServedRun) -> dict[str, Any]:
     return {
         # an engine that loads counts too: starting one may take any time
         "engines": len(run.router.engines),
-        # None: agents outside do all the work
-        "runners": None if run.spec.rollout.is_outside else num_runners(run),
+        # None: external agents do all the work
+        "runners": None if run.spec.rollout.is_external else num_runners(run),
         "failures_in_a_row": run.state.recent.failures_in_a_row,
         "released": run.released,
         "fault": run.fault,
@@ -155,7 +155,7 @@ def _obstacles(run: ServedRun) -> list[str]:
     """What keeps sessions from finishing."""
     obstacles = [] if run.router.is_serving else [run.router.obstacle()]
     obstacles += [engine.refuses for engine in run.router.engines if engine.refuses]
-    if not num_runners(run) and not run.spec.rollout.is_outside:
+    if not num_runners(run) and not run.spec.rollout.is_external:
         obstacles.append("no agent runner is connected")
     if run.spec.scored_apart and not run.runners.count("reward", run.spec.attempt):
         obstacles.append("no runner that scores and serves the judges is connected")

@@ -34,11 +34,11 @@ class Lookup(Generic[Host]):
     def __init__(self, runs: dict[str, Host]) -> None:
         """`runs` may change at any time."""
         self._runs = runs
-        self._ad_hoc_numbers = itertools.count(1)
+        self._unnamed_numbers = itertools.count(1)
 
     def find_session(self, scope: Scope, model: str) -> tuple[LiveTurns, Session]:
-        """The session of a request. Without a session id it is a new ad-hoc one
-        of the newest run that serves this model. Raises ApiError, 503 if all that serve it have ended."""
+        """The session of a request. Without a session id it is a new external one, for this request alone, of
+        the newest run that serves this model. Raises ApiError, 503 if all that serve it have ended."""
         caller: Caller = scope["caller"]
         if caller.named_session is None:
             usable = self._usable(caller)
@@ -50,7 +50,7 @@ class Lookup(Generic[Host]):
             run = min(serving, key=lambda run: run.released)
             if run.released:
                 raise run.refusal()
-            return run.turns, Session(f"{run.turns.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
+            return run.turns, Session(f"{run.turns.spec.run_id}.adhoc.{next(self._unnamed_numbers)}")
         run, session = self._named(caller.named_session, caller, caller.works_in)
         if model != run.turns.spec.served_model:
             raise no_model(model)

@@ -1,4 +1,4 @@
-"""Gives sessions to those who work on them: runners that claim them, and agents outside that open them.
+"""Gives sessions to those who work on them: runners that claim them, and external agents that open them.
 
 Owns what a claim gives out: sessions that the rollout manager begins (decide.py), and answers to be scored. A
 session whose runner is gone, silent or does not name it is given out again.
@@ -72,7 +72,7 @@ async def open_session(run: ServedRun, body: SessionBody, by_operator: bool) -> 
 
 
 async def declare_group(run: ServedRun, body: GroupBody, by_operator: bool) -> list[Session]:
-    """Open the sessions of a group that agents outside work on; none if there is no place for it now. A
+    """Open the sessions of a group that external agents work on; none if there is no place for it now. A
     client is not given the sessions that the operator opened under the same name."""
     if declared := _find_declared(run, body.name, by_operator):
         return declared
@@ -157,13 +157,8 @@ def _open_claimed(run: ServedRun, runner: str, limit: int) -> list[Session]:
     ledger = run.state.ledger
     run_id = run.spec.run_id
     for admitted in decide.admit(ledger, limit, run.memory.is_full):
-        if run.spec.rollout.chooses:
-            run.record(admitted)
-        else:
-            # the claims of its sessions tell of it
-            ledger.begin(admitted.group, admitted.pick, admitted.version)
+        run.record(admitted)
     claims = decide.claim(ledger, limit)
-    run.tell_picks(claim.place.group for claim in claims if claim.place.split == "train")
     return run.open([OpenedSession(claim.session_id(run_id), claim, runner) for claim in claims])
 
 

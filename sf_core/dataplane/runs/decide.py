@@ -7,7 +7,7 @@ m + lag_bound, its deadline.
 Two rules hold every group to its deadline. Admission: at version v at most groups_per_batch * (v + 1 +
 lag_bound) groups are consumed, accepted or in flight, so that a group first sampled at v has a place by v +
 lag_bound. Earliest deadline first: a batch takes the accepted groups with the earliest deadlines, and is not
-ready while what it leaves behind could not all be consumed in time. Groups from outside have places of their
+ready while what it leaves behind could not all be consumed in time. External groups have places of their
 own in every batch; both rules hold for each kind by itself.
 
 A group that cannot count is rejected whole, with the reason. Which task a group gets is the curriculum's
@@ -48,7 +48,11 @@ def admit(ledger: Ledger, limit: int, is_full: bool = False) -> Iterator[Admitte
     for _ in range(_num_admissible(ledger, is_full) - len(_list_groups(ledger))):
         if missing <= 0:
             return
-        admitted = _pick(ledger, ledger.next_group, len(_list_groups(ledger)))
+        index = ledger.next_group
+        num_before = sum(group.index < index for group in _list_groups(ledger))
+        # the batch that it would fill, were the groups before it in earlier ones
+        batch = ledger.next_batch + num_before // max(1, _places(ledger, external=False))
+        admitted = Admitted(index, ledger.tasks.pick(index, batch), ledger.version)
         missing -= admitted.pick.size
         yield admitted
 
@@ -59,27 +63,18 @@ def claim(ledger: Ledger, limit: int) -> list[Claim]:
 
 
 def claim_held_out(ledger: Ledger, limit: int) -> list[Claim]:
-    """The held-out sessions to give to an agent outside."""
-    open_ones = (evaluation.claims(is_outside=True) for evaluation in ledger.evaluations.values())
+    """The held-out sessions to give to an external agent."""
+    open_ones = (evaluation.claims(is_external=True) for evaluation in ledger.evaluations.values())
     return list(islice(chain.from_iterable(open_ones), limit))
 
 
 def declare(ledger: Ledger, size: int) -> list[Claim]:
-    """The sessions of a new group from outside; none if no batch within the lag bound has a place."""
-    if len(_list_groups(ledger, outside=True)) >= _num_admissible(ledger, outside=True):
+    """The sessions of a new external group; none if no batch within the lag bound has a place."""
+    if len(_list_groups(ledger, external=True)) >= _num_admissible(ledger, external=True):
         return []
     index = ledger.next_group
     attempt = ledger.first_attempt
     return [Claim(SessionSlot("train", index, member), attempt, 0, True) for member in range(size)]
-
-
-def pick_untold(ledger: Ledger) -> Iterator[Admitted]:
-    """The tasks of the groups that have none, see Ledger.forget_untold. Each is to be begun before the next
-    one is decided."""
-    own = [group for group in ledger.groups.values() if not group.is_outside]
-    for place, group in enumerate(own):
-        if group.pick is None:
-            yield _pick(ledger, group.index, place)
 
 
 # --- ends
@@ -88,14 +83,14 @@ def pick_untold(ledger: Ledger) -> Iterator[Admitted]:
 def worth(ledger: Ledger, claim: Claim, reason: Reason, can_train: bool) -> float | None:
     """The reward with which a failed session ends; None: it has none, because it is retried or its group is
     rejected. `can_train`: the policy has sampled a token in it. A held-out session ends with the reward at
-    its last attempt in any case, because the mean is over all tasks. The only attempt of a group from outside
+    its last attempt in any case, because the mean is over all tasks. The only attempt of an external group
     is the last."""
     if (group := ledger.group_of(claim)) is None:
         return None
     rules = ledger.rules
     rule = rules.on_failure.rule_for(reason) if can_train else "retry_then_exclude"
     num_failures = group.members[claim.place.member].num_failures + 1
-    is_last = group.is_outside or num_failures >= rules.session_attempts
+    is_last = group.is_external or num_failures >= rules.session_attempts
     ends = rule == "zero" or (is_last and (rule == "retry_then_zero" or group.split == "holdout"))
     return rules.failed_reward if ends else None
 
@@ -132,7 +127,9 @@ def readiness(ledger: Ledger, batch: int) -> Readiness:
     waiting_for = ""
     if batch > ledger.next_batch:
         waiting_for = f"batch {ledger.next_batch}, which comes first"
-    elif missing := [text for outside in (False, True) if (text := _say_missing(ledger, accepted, outside))]:
+    elif missing := [
+        text for external in (False, True) if (text := _say_missing(ledger, accepted, external))
+    ]:
         waiting_for = " and ".join(missing)
     elif rules.on_max_lag == "wait" and (late := _find_late(ledger, _take_earliest(ledger), batch)):
         waiting_for = f"groups that would exceed the lag bound of {ledger.lag_bound}: {late}"
@@ -186,44 +183,37 @@ def _open_sessions(ledger: Ledger) -> Iterator[Claim]:
         yield from group.claims()
 
 
-def _pick(ledger: Ledger, index: int, num_before: int) -> Admitted:
-    """A group with the task that the curriculum picks for it, behind so many others."""
-    # the batch that it would fill, were the groups before it in earlier ones
-    batch = ledger.next_batch + num_before // max(1, _places(ledger, outside=False))
-    return Admitted(index, ledger.tasks.pick(index, batch), ledger.version)
-
-
-def _places(ledger: Ledger, outside: bool) -> int:
+def _places(ledger: Ledger, external: bool) -> int:
     """Groups of one kind in each batch."""
-    from_outside = ledger.rules.outside_groups
-    return from_outside if outside else ledger.rules.groups_per_batch - from_outside
+    num_external = ledger.rules.outside_groups
+    return num_external if external else ledger.rules.groups_per_batch - num_external
 
 
-def _list_groups(ledger: Ledger, outside: bool = False) -> list[Group]:
+def _list_groups(ledger: Ledger, external: bool = False) -> list[Group]:
     """Groups of one kind that are accepted or in flight."""
-    return [group for group in ledger.groups.values() if group.is_outside is outside]
+    return [group for group in ledger.groups.values() if group.is_external is external]
 
 
-def _num_admissible(ledger: Ledger, is_full: bool = False, outside: bool = False) -> int:
+def _num_admissible(ledger: Ledger, is_full: bool = False, external: bool = False) -> int:
     """Most groups of one kind that may be accepted or in flight now."""
     batches = min(ledger.version + 1 + ledger.lag_bound, ledger.num_batches)
-    places = _places(ledger, outside)
+    places = _places(ledger, external)
     num_groups = places * (batches - ledger.next_batch)
     if is_full:
         # one at a time up to a whole batch: its results can only be stored together
-        num_accepted = sum(group.is_complete for group in _list_groups(ledger, outside))
+        num_accepted = sum(group.is_complete for group in _list_groups(ledger, external))
         num_groups = min(num_groups, num_accepted + 1, places)
     return num_groups
 
 
-def _say_missing(ledger: Ledger, accepted: list[Group], outside: bool) -> str:
+def _say_missing(ledger: Ledger, accepted: list[Group], external: bool) -> str:
     """What the next batch lacks of one kind; empty if nothing."""
-    num_accepted = sum(group.is_outside is outside for group in accepted)
-    needed = _places(ledger, outside)
+    num_accepted = sum(group.is_external is external for group in accepted)
+    needed = _places(ledger, external)
     if num_accepted >= needed:
         return ""
-    kind = "groups from outside" if outside else "groups"
-    in_flight = len(_list_groups(ledger, outside)) - num_accepted
+    kind = "external groups" if external else "groups"
+    in_flight = len(_list_groups(ledger, external)) - num_accepted
     return f"{needed - num_accepted} of {needed} {kind}; {in_flight} are in flight"
 
 
@@ -245,9 +235,9 @@ def _take_earliest(ledger: Ledger) -> list[int]:
         return _deadline(ledger, group)
 
     chosen: list[Group] = []
-    for outside in (False, True):
-        accepted = sorted((g for g in _list_groups(ledger, outside) if g.is_complete), key=deadline)
-        chosen += accepted[: _places(ledger, outside)]
+    for external in (False, True):
+        accepted = sorted((g for g in _list_groups(ledger, external) if g.is_complete), key=deadline)
+        chosen += accepted[: _places(ledger, external)]
     return [group.index for group in sorted(chosen, key=lambda group: (deadline(group), group.index))]
 
 
@@ -256,14 +246,14 @@ def _find_late(ledger: Ledger, chosen: list[int], batch: int) -> list[int]:
     to some deadline could not hold all groups due by then. As few as possible, earliest first."""
     taken = set(chosen)
     late: list[int] = []
-    for outside in (False, True):
+    for external in (False, True):
         rest = [
-            g for g in _list_groups(ledger, outside) if g.index not in taken and g.min_version is not None
+            g for g in _list_groups(ledger, external) if g.index not in taken and g.min_version is not None
         ]
         rest.sort(key=lambda group: (_deadline(ledger, group), not group.is_complete))
         fitting = 0
         for group in rest:
-            if fitting < _places(ledger, outside) * (_deadline(ledger, group) - batch):
+            if fitting < _places(ledger, external) * (_deadline(ledger, group) - batch):
                 fitting += 1
             elif not group.is_complete:
                 late.append(group.index)

@@ -82,7 +82,7 @@ async def _finish(run: ServedRun, session: Session, report: FinishBody, digest: 
     with run.closing.holding(session):
         session.report = digest
         if session.is_external and (report.status == "unjudged" or report.judgements):
-            raise WrongField("judgements", "Agents outside the cluster cannot ask judges: send a reward.")
+            raise WrongField("judgements", "External agents cannot ask judges: send a reward.")
         refusal = _end(run, session, report.or_earlier(session.earned))
         if fault := run.state.spent.explain_excess(run.spec.judge_budgets):
             run.end_by(fault, "overspent", [])
@@ -104,8 +104,8 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
     if report.status == "unjudged":
         _score_again(run, session, report)
         return None
-    if claim is None or (claim.is_outside and not run.state.counts(session)):
-        return _end_opened(run, session, report)
+    if claim is None or run.state.mode_of(session) == "log":
+        return _end_logged(run, session, report)
     if report.status == "failed" and report.cause == "group":
         run.state.note_judgements(report.judgements)
         _reject_judged(run, claim)
@@ -121,8 +121,8 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
     return _end_given(run, session, claim, report)
 
 
-def _end_opened(run: ServedRun, session: Session, report: FinishBody) -> ApiError | None:
-    """End an external session. If it failed it leaves nothing; without a reward it stays open."""
+def _end_logged(run: ServedRun, session: Session, report: FinishBody) -> ApiError | None:
+    """End an external session of mode log. If it failed it leaves nothing; without a reward it stays open."""
     run.journal.check()
     closed = events.Closed(session.session_id, session.report)
     if report.status == "failed":
@@ -376,7 +376,7 @@ def _explain_other_task(state: RunState, session: Session) -> str:
     """Why a run ends in which other sessions of the group are named after another task than this one: rewards
     are compared within a group. Empty if they are not."""
     claim = session.claim
-    if not session.task_id or claim is None or claim.is_outside or claim.place.split != "train":
+    if not session.task_id or claim is None or claim.is_external or claim.place.split != "train":
         return ""
     named = {(session.task_id, session.environment)}
     if group := state.ledger.train_group_of(claim):

@@ -13,7 +13,7 @@ from sf_core.config.failures import Reason
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.runs.ledger import Batch
-from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.sessions.claims import Claim, is_external
 from sf_core.dataplane.sessions.finished import FinishedSession, JudgedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import TurnEvent
@@ -125,7 +125,7 @@ class Lost(Event, tag="lost"):
 
 
 class Admitted(Event, tag="admitted"):
-    """A group of a run that chooses was begun, with this task; told before its first session."""
+    """A group of the run's own was begun, with this task; comes before its first session."""
 
     group: int
     pick: Pick
@@ -200,7 +200,7 @@ class Needed:
         """Says of the events of a journal, in their order, which to keep. It is called in another thread,
         while the run goes on."""
         reopened: set[str] = set()
-        """Sessions of agents outside that a restart opens: what ended them must be kept."""
+        """Sessions of external agents that a restart opens: what ended them must be kept."""
         is_ours = True
         """Whether the event is of the run that is served, and not of one that it replaced."""
 
@@ -222,24 +222,24 @@ class Needed:
                     return not self.unstored.isdisjoint(session_ids)
                 case _ if not is_ours:
                     return False
-                case Published() | Revoked() | Paused() | Resumed():
+                case Published() | Admitted() | Revoked() | Paused() | Resumed():
                     return False  # the head has what they led to
                 case EvaluationStarted(version):
                     return version >= self.newest_evaluation
                 case Opened(opened):
                     is_kept = any(one.session_id in self.sessions or counts(one.claim) for one in opened)
-                    external = [one for one in opened if one.claim is None or one.claim.is_outside]
+                    external = [one for one in opened if is_external(one.claim)]
                     reopened.update(one.session_id for one in external if is_kept)
                     return is_kept
                 case Closed(session_id):
                     return session_id in reopened
-                case Finished(result) if result.claim is None or result.claim.is_outside:
+                case Finished(result) if is_external(result.claim):
                     return result.session_id in reopened or result.session_id in self.unstored
                 case Finished(result):
                     return counts(result.claim)
                 case Failed(claim) | Lost(claim):
                     return counts(claim) or claim.session_id(self.spec.run_id) in reopened
-                case Rejected(group) | Admitted(group):
+                case Rejected(group):
                     return group in self.groups
                 case Sealed(index):
                     return index == self.last_batch

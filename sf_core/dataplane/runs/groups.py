@@ -39,16 +39,14 @@ class Group:
     split: Split
     index: int
     size: int
-    is_outside: bool = False
-    """Whether agents outside work on it. Its sessions are not retried: nobody would take them."""
+    is_external: bool = False
+    """Whether external agents work on it. Its sessions are not retried: nobody would take them."""
     first_attempt: int = 0
     """Number of the first attempt at each of its sessions."""
     pick: Pick | None = None
-    """Its task, if the run gave it one."""
+    """Its task; None if it is external."""
     version: int = 0
     """Policy version when it was begun."""
-    is_told: bool = False
-    """Whether the journal has its pick."""
     need: int = field(init=False)
     """Sessions with which it is complete."""
     lost: Reason | None = field(default=None, init=False)
@@ -63,12 +61,12 @@ class Group:
         self.members = [Member(attempt=self.first_attempt - 1) for _ in range(self.size)]
         self.need = self.size if self.pick is None else self.pick.need
 
-    def claims(self, is_outside: bool = False) -> Iterator[Claim]:
-        """The open members in order, as sessions to give out to runners or to agents outside."""
+    def claims(self, is_external: bool = False) -> Iterator[Claim]:
+        """The open members in order, as sessions to give out to runners or to external agents."""
         for i, member in enumerate(self.members):
             if member.progress is Progress.OPEN:
                 place = SessionSlot(self.split, self.index, i)
-                yield Claim(place, member.attempt + 1, member.num_failures, is_outside)
+                yield Claim(place, member.attempt + 1, member.num_failures, is_external)
 
     def note_started(self, claim: Claim, version: int) -> None:
         """Note that a token of the session may have been sampled by this version or a later one."""

@@ -78,44 +78,39 @@ class Ledger:
 
     @property
     def next_group(self) -> int:
-        """Index of the group that is begun next."""
-        while self._next_group in self._done:
+        """Index of the group that is begun next: the first of those that have not begun."""
+        while self._next_group in self._done or self._next_group in self.groups:
             self._next_group += 1
         return self._next_group
 
     # --- groups
 
-    def begin(self, index: int, pick: Pick, version: int, is_told: bool = False) -> None:
-        """Begin a group with this task, or note the task of one that was begun without it."""
+    def begin(self, index: int, pick: Pick, version: int) -> None:
+        """Begin a group with this task. Only a journal of an earlier version says so of a group that has
+        begun: it stays, unless it has another task and all its sessions are open."""
         if index in self._done:
             return
-        self._begin_up_to(index - 1)
         known = self.groups.get(index)
         if known is not None and known.pick is not None:
             self.tasks.release(known.pick.task)
         self.tasks.note(pick)
-        if known is not None and known.num_open < known.size:
-            # begun by an attempt that chose nothing, so that what it was is told now
+        if known is not None and (known.pick == pick or known.num_open < known.size):
             known.pick = pick
             known.version = version
-            known.is_told = is_told
             return
-        group = Group("train", index, pick.size, False, self.first_attempt, pick, version, is_told)
+        group = Group("train", index, pick.size, False, self.first_attempt, pick, version)
         if known is not None:
             group.note_attempts(known)
         self._add(group)
 
     def declare(self, index: int, size: int) -> None:
-        """Begin a group from outside."""
-        self._begin_up_to(index)
-        plain = self.groups.get(index)
-        if plain is not None and plain.pick is not None:
-            self.tasks.release(plain.pick.task)
-            self._add(Group("train", index, size, True, self.first_attempt, version=plain.version))
+        """Begin an external group."""
+        if index not in self._done and index not in self.groups:
+            self._add(Group("train", index, size, True, self.first_attempt, version=self.version))
 
     def open(self, claim: Claim) -> bool:
         """Give out a session; False if it does not count."""
-        if (group := self._group_begun(claim)) is None:
+        if (group := self._group(claim)) is None:
             return False
         if group.is_complete:
             # given out while the end was recorded that made the group complete
@@ -126,7 +121,7 @@ class Ledger:
 
     def note_given_out(self, claim: Claim) -> None:
         """Note that a session was given out before the run started over: its attempt is not reused."""
-        if (group := self._group_begun(claim)) is not None:
+        if (group := self._group(claim)) is not None:
             group.note_given_out(claim)
 
     def note_started(self, claim: Claim, version: int) -> None:
@@ -137,7 +132,7 @@ class Ledger:
     def finish(self, claim: Claim, result: Result | None, min_version: int | None) -> None:
         """Count a finished session; `min_version` is that of its oldest token. A held-out one that was not
         judged has no result."""
-        group = self._group_begun(claim)
+        group = self._group(claim)
         # the end of a session may have been recorded while another one made its group complete
         if group is not None and not group.is_complete:
             group.finish(claim, result, min_version)
@@ -147,13 +142,13 @@ class Ledger:
         """Open the place of a failed session again, or have its group go on without it."""
         if (group := self.group_of(claim)) is None:
             return
-        if group.fail(claim) < self.rules.session_attempts and not group.is_outside:
+        if group.fail(claim) < self.rules.session_attempts and not group.is_external:
             return
         if group.split == "holdout":
             group.finish(claim, None, None)
             return
         least = group.need if self.rules.least_sessions is None else self.rules.least_sessions
-        group.leave_out(claim, group.need if group.is_outside else min(least, group.need), reason)
+        group.leave_out(claim, group.need if group.is_external else min(least, group.need), reason)
         self._note_complete(group)
 
     def lose(self, claim: Claim) -> None:
@@ -164,12 +159,14 @@ class Ledger:
     def reject(self, index: int, reason: str) -> None:
         if index in self._done:
             return
-        self._begin_up_to(index)
-        group = self.groups[index]
+        group = self.groups.get(index)
+        if group is None:
+            # external, and not begun again when the run started over
+            group = Group("train", index, self.rules.group_size, True, version=self.version)
         self._leave(group, reason)
         self.rejected[index] = reason
-        # nothing is sampled in place of one from outside until an agent there declares it
-        if not group.is_outside:
+        # nothing is sampled in place of an external one until another is declared
+        if not group.is_external:
             self._count_dropped(index, reason)
 
     def seal(self, index: int, batch: Batch) -> None:
@@ -232,7 +229,7 @@ class Ledger:
 
     def list_incomplete(self) -> list[Group]:
         """The run's own groups that are not complete."""
-        return [group for group in self.groups.values() if not (group.is_outside or group.is_complete)]
+        return [group for group in self.groups.values() if not (group.is_external or group.is_complete)]
 
     def knows_batch(self, batch: int) -> bool:
         """Whether a flow whose next batch is this one can go on with the groups here; it may have missed the
@@ -254,41 +251,19 @@ class Ledger:
         run had no curriculum, none did."""
         self.tasks.observe(chain(outcomes, *self.ended_by.values(), self.ended))
 
-    def forget_untold(self) -> None:
-        """Forget the tasks of groups that were begun because later ones were told: what became of them is not
-        in the journal any more."""
-        for group in self.groups.values():
-            if group.pick is not None and not group.is_told and group.num_open == group.size:
-                self.tasks.release(group.pick.task)
-                group.pick = None
-
     def _group(self, claim: Claim) -> Group | None:
+        if claim.attempt < self.first_attempt:
+            return None
         groups = self.groups if claim.place.split == "train" else self.evaluations
         group = groups.get(claim.place.group)
         return group if group is not None and claim.place.member < group.size else None
 
-    def _group_begun(self, claim: Claim) -> Group | None:
-        """The group of a session; it and those before it are begun if the journal did not tell of them."""
-        if claim.attempt < self.first_attempt:
-            return None
-        if claim.place.split == "train":
-            self._begin_up_to(claim.place.group)
-        return self._group(claim)
-
-    def _begin_up_to(self, index: int) -> None:
-        """Begin all groups up to this one as the rules without a curriculum would: what else was picked is
-        told next."""
-        need = self.rules.group_size
-        for number in range(self._next_group, index + 1):
-            if number not in self._done:
-                pick = Pick(TaskRef("", number), 0, need, need + self.rules.spare_sessions)
-                self.tasks.note(pick)
-                self._add(Group("train", number, pick.size, False, self.first_attempt, pick, self.version))
-        self._next_group = max(self._next_group, index + 1)
-
     def _add(self, group: Group) -> None:
+        is_last = next(reversed(self.groups), -1) < group.index
         self.groups[group.index] = group
-        self._next_group = max(self._next_group, group.index + 1)
+        if not is_last:
+            # the run has started over, and the journal did not have this group any more
+            self.groups = dict(sorted(self.groups.items()))
         self.largest_group = max(self.largest_group, group.size)
 
     def _note_complete(self, group: Group) -> None:
@@ -309,7 +284,7 @@ class Ledger:
 
     def _leave(self, group: Group, verdict: str) -> None:
         """Have what came of a group count for the tasks to come."""
-        del self.groups[group.index]
+        self.groups.pop(group.index, None)
         self._done.add(group.index)
         if group.pick is not None:
             self.tasks.release(group.pick.task)

@@ -8,6 +8,7 @@ to a run is in state.py.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.curriculum import Tasks
-from sf_core.recipes.outcomes import Outcome
+from sf_core.recipes.outcomes import Outcome, Pick, TaskRef
 from storage.errors import StorageError
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import read_outcomes
@@ -104,7 +105,7 @@ async def begin_anew(run: ServedRun, spec: RunSpec) -> ServedRun:
     """Open a run whose version 0 was made again, in place of `run`, which must be released. Raises ApiError
     if it cannot be opened."""
     first = run.spec.first_attempt
-    async with aclosing(run.journal.replay(read_event)) as events:
+    async with aclosing(read_events(run.journal)) as events:
         async for event in events:
             if isinstance(event, Opened):
                 claims = [opened.claim for opened in event.facts if opened.claim is not None]
@@ -118,13 +119,13 @@ async def begin_anew(run: ServedRun, spec: RunSpec) -> ServedRun:
 
 
 def _replace(state: RunState, spec: RunSpec) -> RunState:
-    """A run that takes over what agents outside have finished, because it is still to be stored, and nothing
+    """A run that takes over what external agents have finished, because it is still to be stored, and nothing
     else."""
     fresh = RunState(spec, state.memory)
-    opened = list(state.results.opened.values())
+    opened = list(state.results.external.values())
     state.free_memory()
     for result in opened:
-        fresh.results.keep_opened(result)
+        fresh.results.keep_external(result)
     return fresh
 
 
@@ -135,7 +136,7 @@ async def reopen_run(
     the run `remembers`, because it is to go on without a curriculum, no outcomes are read."""
     state: RunState | None = None
     num_applied = 0
-    async with aclosing(journal.replay(read_event)) as events:
+    async with aclosing(read_events(journal)) as events:
         async for event in events:
             if isinstance(event, Registered):
                 spec = event.spec
@@ -156,6 +157,36 @@ async def reopen_run(
     run = await _serve(state, journal, grace_s)
     _go_on(run)
     return run
+
+
+async def read_events(journal: Journal) -> AsyncGenerator[RunEvent]:
+    """The events of a run, oldest first. Earlier versions did not record the groups of runs without gate and
+    curriculum: each of these begins here before its first session, with the task of its number."""
+    begun: set[int] = set()
+    spec: RunSpec | None = None
+    async with aclosing(journal.replay(read_event)) as events:
+        async for event in events:
+            match event:
+                case Registered(registered):
+                    if spec is not None and spec.origin != registered.origin:
+                        begun.clear()
+                    spec = registered
+                case Admitted(group):
+                    begun.add(group)
+                case Opened() if spec is not None:
+                    for group in _list_own_groups(event):
+                        if group not in begun and group not in spec.done_groups:
+                            begun.add(group)
+                            need = spec.rollout.group_size
+                            pick = Pick(TaskRef("", group), 0, need, need + spec.rollout.spare_sessions)
+                            yield Admitted(group, pick, spec.version)
+            yield event
+
+
+def _list_own_groups(opened: Opened) -> list[int]:
+    """The groups of the run's own of which sessions were given out."""
+    claims = [session.claim for session in opened.facts if session.claim and not session.claim.is_external]
+    return sorted({claim.place.group for claim in claims if claim.place.split == "train"})
 
 
 class Past(NamedTuple):
@@ -183,7 +214,7 @@ async def _read_past(
 async def _past_events(spec: RunSpec, journal: Journal, num_events: int | None) -> list[RunEvent]:
     past = list[RunEvent]()
     is_ours = True
-    async with aclosing(journal.replay(read_event)) as events:
+    async with aclosing(read_events(journal)) as events:
         async for event in events:
             if num_events == 0:
                 break
@@ -196,7 +227,7 @@ async def _past_events(spec: RunSpec, journal: Journal, num_events: int | None) 
                 case Rejected() | Opened() | Admitted():
                     past.append(event)
                 case Finished(result) if result.claim is not None and result.claim.place.split == "train":
-                    if not result.claim.is_outside:
+                    if not result.claim.is_external:
                         past.append(event)
     return past
 
@@ -219,8 +250,8 @@ async def begin_attempt(run: ServedRun, spec: RunSpec) -> bool:
     if starts_over:
         for session in _list_claimed(run):
             run.take_back(session, "the run starts over")
-        outside = run.reject_outside("started_over")
-        past.events.extend(Rejected(index, "started_over") for index in outside)
+        external = run.reject_external("started_over")
+        past.events.extend(Rejected(index, "started_over") for index in external)
     run.take_over(_register(run.state, spec, past))
     if starts_over:
         _judge_past(run)
@@ -247,24 +278,19 @@ def _register(state: RunState, spec: RunSpec, past: Past) -> RunState:
             fresh.apply(event)
             continue
         for opened in event.facts:
-            if opened.claim is not None and not opened.claim.is_outside:
+            if opened.claim is not None and not opened.claim.is_external:
                 fresh.ledger.note_given_out(opened.claim)
     fresh.ledger.forget_dropped()
     return fresh
 
 
 def _judge_past(run: ServedRun) -> None:
-    """Decide what becomes of the groups of the past: some do not count any more, and others get a task
-    anew."""
+    """Reject the groups of the past that do not count any more."""
     ledger = run.state.ledger
     for group in list(ledger.groups.values()):
         if reason := decide.judge(ledger, group):
             run.record(Rejected(group.index, reason))
     ledger.forget_dropped()
-    if ledger.rules.curriculum is not None:
-        ledger.forget_untold()
-        for admitted in decide.pick_untold(ledger):
-            run.record(admitted)
 
 
 def _go_on(run: ServedRun) -> None:

@@ -17,7 +17,7 @@ from sf_core.config.failures import REASONS
 from sf_core.dataplane.bodies import MAX_PARTS, MAX_STEPS, FinishBody, RewardBody, RunSpec
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.journal.events import encode
-from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split
+from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split, is_external
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
@@ -25,7 +25,7 @@ from sf_core.recipes.outcomes import Outcome, Pick, Result, Success, TaskRef
 
 NUM_RECENT = 256
 
-MAX_OPENED_ENDS = 4096
+MAX_LOGGED_ENDS = 4096
 """Reports on ended sessions of no group that are recognised when they come again."""
 
 
@@ -34,7 +34,7 @@ class Results:
         self._memory = memory
         self.by_place: dict[SessionSlot, FinishedSession] = {}
         """Results of claimed sessions, for their batches and evaluations."""
-        self.opened: dict[str, FinishedSession] = {}
+        self.external: dict[str, FinishedSession] = {}
         """Results of external sessions, by id, in the order in which the journal has them."""
         self.cut: dict[int, list[int]] = {}
         """Tokens that were sampled in sessions without which their group was complete, by group."""
@@ -45,9 +45,9 @@ class Results:
         self.by_place[place] = result
         self._memory.add(result)
 
-    def keep_opened(self, result: FinishedSession) -> None:
-        """Keep the result of an external session, until `drop_opened`."""
-        self.opened[result.session_id] = result
+    def keep_external(self, result: FinishedSession) -> None:
+        """Keep the result of an external session, until `drop_external`."""
+        self.external[result.session_id] = result
         self._memory.add(result)
 
     def drop(self, place: SessionSlot) -> FinishedSession | None:
@@ -68,15 +68,15 @@ class Results:
             if place.split == "holdout" and place.group <= version:
                 self.drop(place)
 
-    def drop_opened(self, session_ids: Iterable[str]) -> None:
+    def drop_external(self, session_ids: Iterable[str]) -> None:
         for session_id in session_ids:
-            if (result := self.opened.pop(session_id, None)) is not None:
+            if (result := self.external.pop(session_id, None)) is not None:
                 self._memory.remove(result)
 
     def drop_all(self) -> None:
         for place in list(self.by_place):
             self.drop(place)
-        self.drop_opened(list(self.opened))
+        self.drop_external(list(self.external))
         self.cut.clear()
 
     def lengths(self, groups: Iterable[int], kept: Iterable[FinishedSession]) -> dict[str, Any]:
@@ -182,25 +182,24 @@ class Ends:
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
         self._external: set[str] = set()
-        """Those on which agents outside worked, also if no report ended them."""
+        """Those on which external agents worked, also if no report ended them."""
         self._groups: defaultdict[tuple[Split, int], list[str]] = defaultdict(list)
-        self._opened: deque[str] = deque()
-        """Ids of the ended sessions of each group, and of those of no group."""
+        self._logged: deque[str] = deque()
+        """Ids of the ended sessions of each group, and of external ones that have no claim."""
 
     def note(self, session_id: str, claim: Claim | None, digest: str) -> None:
         """Note the report that ended a session; an empty digest: no report did."""
-        is_external = claim is None or claim.is_outside
-        if not (digest or is_external):
+        if not (digest or is_external(claim)):
             return
-        if is_external:
+        if is_external(claim):
             self._external.add(session_id)
         self._digests[session_id] = digest
         if claim is not None:
             self._groups[claim.place.split, claim.place.group].append(session_id)
             return
-        self._opened.append(session_id)
-        if len(self._opened) > MAX_OPENED_ENDS:
-            self._forget(self._opened.popleft())
+        self._logged.append(session_id)
+        if len(self._logged) > MAX_LOGGED_ENDS:
+            self._forget(self._logged.popleft())
 
     def drop(self, split: Split, group: int) -> None:
         """Forget the reports on the sessions of a group."""
@@ -212,7 +211,7 @@ class Ends:
         return self._digests.get(session_id) or None
 
     def is_external(self, session_id: str) -> bool:
-        """Whether an agent outside is known to have worked on the ended session."""
+        """Whether an external agent is known to have worked on the ended session."""
         return session_id in self._external
 
     def _forget(self, session_id: str) -> None:
@@ -227,7 +226,7 @@ class RecentResults:
         self.last_error = ""
         self.failures_in_a_row = 0
         """Sessions of the run's own agents that failed and are retried or excluded, since the last one that
-        counted. Agents outside must not end the run by failing."""
+        counted. External agents must not end the run by failing."""
         self.discarded: Counter[str] = Counter()
         """Training sessions that failed and were retried or excluded since the last batch, by reason."""
         self.reports: Counter[str] = Counter()
@@ -236,14 +235,14 @@ class RecentResults:
 
     def note_finished(self, result: FinishedSession, claim: Claim) -> None:
         """Count a session with its reward, also one whose failure counts as the policy's."""
-        self.failures_in_a_row = self.failures_in_a_row if claim.is_outside else 0
+        self.failures_in_a_row = self.failures_in_a_row if claim.is_external else 0
         self.last_error = result.error or self.last_error
         if result.reward is not None:
             self._rewards.append(result.reward)
         self._tokens.append(_num_sampled(result))
 
     def note_failed(self, error: str, claim: Claim) -> None:
-        self.failures_in_a_row += not claim.is_outside
+        self.failures_in_a_row += not claim.is_external
         self.last_error = error
 
     def forget_failures(self) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from sf_core.dataplane.bodies import PauseMode, RunSpec
@@ -147,7 +148,7 @@ class ServedRun:
     @property
     def is_at_rest(self) -> bool:
         """Whether it is released and leaves nothing in the journal alone."""
-        return self.released and not (self.sessions or self.closing or self.state.results.opened)
+        return self.released and not (self.sessions or self.closing or self.state.results.external)
 
     @property
     def is_over(self) -> bool:
@@ -256,26 +257,14 @@ class ServedRun:
     def sessions_of(self, runner: str) -> list[Session]:
         return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]
 
-    def tell_picks(self, indices: Iterable[int]) -> None:
-        """Record the tasks of groups that an attempt without a curriculum began, before more of them is
-        told."""
-        if not self.spec.rollout.chooses:
-            return
-        for index in indices:
-            group = self.state.ledger.groups.get(index)
-            if group is not None and group.pick is not None and not group.is_told:
-                self.record(events.Admitted(index, group.pick, group.version))
-
     def open(self, facts: list[OpenedSession]) -> list[Session]:
-        """Open sessions."""
-        if facts:
-            self.record(events.Opened(facts))
+        """Open sessions, in one event for each group, which is needed no longer than its group."""
+        for _, sessions in groupby(facts, lambda session: session.claim and session.claim.place[:2]):
+            self.record(events.Opened(list(sessions)))
         return [self.sessions[one.session_id] for one in facts]
 
     def reject(self, indices: Iterable[int], reason: str) -> None:
         """Reject groups."""
-        indices = list(indices)
-        self.tell_picks(indices)
         for index in indices:
             self.record(events.Rejected(index, reason))
             self.counters[f"rejected_groups.{reason}"] += 1
@@ -286,10 +275,10 @@ class ServedRun:
         self.reject(halves, "half_judged")
         return bool(halves)
 
-    def reject_outside(self, reason: str, only_incomplete: bool = False) -> list[int]:
-        """Reject the groups from outside. Returns their indices."""
-        outside = [group for group in self.state.ledger.groups.values() if group.is_outside]
-        rejected = [group.index for group in outside if not (only_incomplete and group.is_complete)]
+    def reject_external(self, reason: str, only_incomplete: bool = False) -> list[int]:
+        """Reject the external groups. Returns their indices."""
+        external = [group for group in self.state.ledger.groups.values() if group.is_external]
+        rejected = [group.index for group in external if not (only_incomplete and group.is_complete)]
         self.reject(rejected, reason)
         return rejected
 
@@ -319,10 +308,10 @@ class ServedRun:
 
     def release(self) -> None:
         """End the run: runners are released, sessions end, other requests are refused. If another attempt of
-        the flow goes on with it, the places of these sessions are given out again; a group from outside
+        the flow goes on with it, the places of these sessions are given out again; an external group
         counts only if it is complete, and a batch is left."""
         goes_on = self.state.ledger.next_batch < self.spec.num_batches
-        self.reject_outside("run_released", only_incomplete=goes_on)
+        self.reject_external("run_released", only_incomplete=goes_on)
         for session in [s for s in self.sessions.values() if s.claim is not None]:
             self.take_back(session, "the run was released")
         self.record(events.Released())

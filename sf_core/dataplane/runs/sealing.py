@@ -128,7 +128,7 @@ class Sealer:
 
     async def _write_outcomes(self, index: int, outcomes: Sequence[Outcome], part: str) -> Answer:
         """Write what came of the groups that have left since the last batch, and count those of which all
-        sessions, some or none were right. Groups from outside, and those without results, are not counted.
+        sessions, some or none were right. External groups, and those without results, are not counted.
         Raises ApiError 503 or 500 if the file cannot be written."""
         run = self._run
         directory = RunDirectory(run.spec.run_dir)
@@ -152,7 +152,7 @@ class Sealer:
         last = sessions[-1].error or run.state.recent.last_error
         fault = f"every session of batch {index} failed ({counts}); last error: {last}"
         groups = run.state.ledger.groups.values()
-        run.end_by(fault, "all_failed", [g for g in groups if g.index in batch.groups or not g.is_outside])
+        run.end_by(fault, "all_failed", [g for g in groups if g.index in batch.groups or not g.is_external])
         raise ValueError(fault)
 
     async def _write_evaluation(self, version: int, attempt: int) -> Answer:
@@ -205,7 +205,7 @@ class ExternalSessions:
     def store_soon(self) -> None:
         """Start storing; to be called periodically, so that sessions that finish in between share a file."""
         is_busy = self._storing is not None and not self._storing.done()
-        if self._run.state.results.opened and not is_busy and time.monotonic() >= self._retry_at:
+        if self._run.state.results.external and not is_busy and time.monotonic() >= self._retry_at:
             self._storing = asyncio.ensure_future(self.store_or_try_later())
 
     async def store_or_try_later(self) -> None:
@@ -214,7 +214,7 @@ class ExternalSessions:
         except Exception as error:
             # whatever it is, the sessions wait for the next time
             self._retry_at = time.monotonic() + RETRY_S
-            num_waiting = len(self._run.state.results.opened)
+            num_waiting = len(self._run.state.results.external)
             log.warning(
                 "run %s: %d opened sessions wait to be written: %s",
                 self._run.spec.run_id,
@@ -226,7 +226,7 @@ class ExternalSessions:
     async def store(self) -> None:
         """Write all finished ones. Raises ApiError or OSError; those that are not written stay."""
         async with self._one_at_a_time:
-            while self._run.state.results.opened:
+            while self._run.state.results.external:
                 await self._store_oldest()
 
     async def close(self) -> None:
@@ -242,7 +242,7 @@ class ExternalSessions:
     async def _store_oldest(self) -> None:
         run = self._run
         run.journal.check()
-        unstored = run.state.results.opened.values()
+        unstored = run.state.results.external.values()
         oldest = next(iter(unstored))
         version = _newest_version(oldest)
         of_version = (result for result in unstored if _newest_version(result) == version)

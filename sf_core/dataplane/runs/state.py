@@ -20,7 +20,7 @@ from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.ledger import Batch, Ledger
 from sf_core.dataplane.runs.results import Ends, RecentResults, Results, result_of
 from sf_core.dataplane.runs.runners import Scoring
-from sf_core.dataplane.sessions.claims import Claim, SessionSlot
+from sf_core.dataplane.sessions.claims import Claim, ExternalMode, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.judgements import Spent, count_discarded
 from sf_core.dataplane.sessions.memory import Memory
@@ -83,7 +83,7 @@ class RunState:
             case events.EvaluationStarted(version, num_tasks):
                 ledger.start_evaluation(version, num_tasks)
             case events.Admitted(group, pick, version):
-                ledger.begin(group, pick, version, is_told=True)
+                ledger.begin(group, pick, version)
             case events.Opened():
                 self._open(event)
             case events.Rewarded(session_id, reward, parts, steps) if session_id in sessions:
@@ -127,7 +127,7 @@ class RunState:
                     self._drop_results(group)
                 return [dropped for group in batch.rejected for dropped in self._drop_group(group)]
             case events.Stored(session_ids):
-                self.results.drop_opened(session_ids)
+                self.results.drop_external(session_ids)
             case events.Revoked(lease_id):
                 self.revoked_leases.add(lease_id)
             case events.Paused(engine_id):
@@ -146,6 +146,12 @@ class RunState:
     def counts(self, session: Session) -> bool:
         """Whether the session is of a group that a batch or an evaluation may take."""
         return session.claim is not None and self.ledger.group_of(session.claim) is not None
+
+    def mode_of(self, session: Session) -> ExternalMode | None:
+        """How the session counts if it is external; None if a runner was given it."""
+        if not session.is_external:
+            return None
+        return "group" if self.counts(session) else "log"
 
     def judges(self, session: Session) -> bool:
         """Whether its answer is scored together with those of its group."""
@@ -203,7 +209,7 @@ class RunState:
         self.results.drop_evaluations(version)
 
     def start_over(self) -> RunState:
-        """A run with the progress that the flow states, and none of its groups. What agents outside do and
+        """A run with the progress that the flow states, and none of its groups. What external agents do and
         have done goes on, and so do leases and pauses; evaluations up to this version are kept."""
         fresh = RunState(self.spec, self.memory)
         self.results.drop_groups()
@@ -246,9 +252,9 @@ class RunState:
     def _open(self, event: events.Opened) -> None:
         for session in event.sessions():
             claim = session.claim
-            if claim is not None and claim.is_outside and claim.place.split == "train":
+            if claim is not None and claim.is_external and claim.place.split == "train":
                 self.ledger.declare(claim.place.group, len(event.facts))
-            if claim is None or self.ledger.open(claim) or claim.is_outside:
+            if claim is None or self.ledger.open(claim) or claim.is_external:
                 if session.is_external or not self.spec.rollout.prepare_ahead:
                     session.began_at = self.serving_s
                 if claim is not None and claim.place.split == "holdout":
@@ -305,14 +311,14 @@ class RunState:
         self.forget(result.session_id)
         self.ends.note(result.session_id, result.claim, result.report)
         if (claim := result.claim) is None:
-            self.results.keep_opened(result)
+            self.results.keep_external(result)
             return []
         self._note_outcome(result, claim)
         counted = result_of(result, self.spec.rollout.success)
         self.ledger.finish(claim, counted, result.min_version)
         if self.ledger.is_done(claim):
             self.results.keep(claim.place, result)
-        elif claim.is_outside:
+        elif claim.is_external:
             self._keep_untrained(result)
         return self._end_surplus(claim)
 
@@ -338,10 +344,10 @@ class RunState:
         return [self._drop(session, reason) for session in surplus]
 
     def _drop_group(self, index: int) -> list[Dropped]:
-        """Forget a group that does not count. Its sessions end; those of agents outside go on by themselves,
+        """Forget a group that does not count. Its sessions end; those of external agents go on by themselves,
         and what they have earned is stored as that of external sessions."""
         for result in self._drop_results(index):
-            if result.claim is not None and result.claim.is_outside:
+            if result.claim is not None and result.claim.is_external:
                 self._keep_untrained(result)
         reason = "the group of this session no longer counts"
         sessions = self.sessions_of("train", index)
@@ -355,7 +361,7 @@ class RunState:
 
     def _keep_untrained(self, result: FinishedSession) -> None:
         """Keep the result of a session whose agent came by itself and whose group does not count."""
-        self.results.keep_opened(result)
+        self.results.keep_external(result)
         self.counters["untrained_sessions"] += 1
 
     def _drop(self, session: Session, reason: str) -> Dropped:
@@ -388,11 +394,15 @@ class RunState:
             "done_groups": ledger.list_done_before(iteration),
         }
         head: list[RunEvent] = [events.Registered(self.spec.model_copy(update=progress))]
+        ended = [*ledger.ended_by.get(last, ()), *ledger.ended]
+        head += [events.Admitted(one.group, one.pick, one.version) for one in ended if one.pick]
+        groups = ledger.groups.values()
+        head += [events.Admitted(group.index, group.pick, group.version) for group in groups if group.pick]
         head += map(events.Revoked, sorted(self.revoked_leases))
         head += map(events.Paused, sorted(self.paused, key=str))
         sessions = set(self.sessions)
-        unstored = set(self.results.opened)
-        groups = {*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected}
+        unstored = set(self.results.external)
+        indices = {*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected}
         newest = max(ledger.evaluations, default=0)
-        needed = events.Needed(self.spec, self.released, sessions, unstored, groups, newest, last)
+        needed = events.Needed(self.spec, self.released, sessions, unstored, indices, newest, last)
         return head, needed.keeper()

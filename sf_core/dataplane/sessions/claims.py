@@ -8,6 +8,21 @@ from typing import Literal, NamedTuple
 Split = Literal["train", "holdout"]
 
 
+ExternalMode = Literal["group", "log"]
+"""How an external session counts. Its agent opens it by itself, so that no runner is given it.
+
+group: it has a place in a training group or an evaluation, for which it counts. Its claim says that it is
+    external.
+log: it has no place, and so no claim, or its group no longer counts. Its rows are stored by themselves, and
+    nothing is trained on them.
+
+In both modes, the run neither chooses its task nor asks judges for it, and its reward may follow its answer.
+In a training group it has one attempt. Its failures do not end the run. When the run starts over, its group
+is rejected, while the session itself goes on. A request that names no session gets an external one of its
+own, which ends with its answer and is not stored.
+"""
+
+
 class SessionSlot(NamedTuple):
     """The place of a session in its run. A held-out evaluation is one group: its index is the policy version,
     its members are the tasks."""
@@ -18,7 +33,7 @@ class SessionSlot(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A session given to a runner, or to an agent outside."""
+    """A session given to a runner, or to an external agent."""
 
     place: SessionSlot
     attempt: int
@@ -26,12 +41,17 @@ class Claim(NamedTuple):
     draw: int = 0
     """Number of those that failed. Part of the sampling seed: after a failure that the policy may have caused
     other tokens are sampled, after a loss the same ones."""
-    is_outside: bool = False
-    """Whether it was given to an agent that came by itself, which no runner runs."""
+    is_external: bool = False
+    """Whether it was given to an external agent, see ExternalMode."""
 
     def session_id(self, run_id: str) -> str:
         letter = "g" if self.place.split == "train" else "e"
         return f"{run_id}.{letter}{self.place.group}.{self.place.member}.a{self.attempt}"
+
+
+def is_external(claim: Claim | None) -> bool:
+    """Whether the session of this claim, or without one, is external, see ExternalMode."""
+    return claim is None or claim.is_external
 
 
 _IN_RUN = re.compile(r"\.(?:[ge]\d+\.\d+\.a\d+|open\.\w+)\Z")

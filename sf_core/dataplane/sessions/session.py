@@ -22,7 +22,7 @@ from sf_core.dataplane.chat.messages import Message, as_said, extend_chain, size
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.sessions.claims import Claim, is_external
 from sf_core.dataplane.sessions.encoding import Draft, Encoded, render_request
 from sf_core.dataplane.sessions.identity import Conversation, Conversations
 from sf_core.dataplane.sessions.memory import size_of_judgement
@@ -122,7 +122,7 @@ class Session:
     @property
     def is_external(self) -> bool:
         """Whether no runner works on it: its agent came by itself."""
-        return self.claim is None or self.claim.is_outside
+        return is_external(self.claim)
 
     def open_prompt(
         self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""

@@ -76,7 +76,7 @@ class SourceFigures:
 
 
 def count_tasks(rows: Iterable[Row], success: Success) -> list[TaskFigures]:
-    """Figures of every task of which a group has left, by source and number. Groups from outside have no task
+    """Figures of every task of which a group has left, by source and number. External groups have no task
     of ours."""
     tasks: dict[tuple[str, int], TaskFigures] = {}
     for row in rows:

@@ -42,9 +42,9 @@ def inspect_tasks(uri: str) -> RenderableType:
     sources = count_sources(tasks, rules.pool if rules else None, named)
     hardest, easiest = extreme_tasks(tasks, NUM_TASKS)
     legend = "unseen, right, mixed, wrong: tasks, by their newest group\nshare: of right sessions"
-    outside = sum(row["task_index"] is None for row in rows)
-    if outside:
-        legend += f"\ngroups from outside, whose tasks are not ours: {outside}"
+    num_external = sum(row["task_index"] is None for row in rows)
+    if num_external:
+        legend += f"\nexternal groups, whose tasks are not ours: {num_external}"
     return Group(
         _sources_table(f"run {view.run.run_id}", sources),
         *([_tasks_table("\nhardest tasks", hardest)] if hardest else []),

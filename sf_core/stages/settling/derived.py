@@ -91,7 +91,7 @@ def derive_rates(config: RunConfig, parameters: int) -> dict[str, Derived]:
 def first_prompts(config: RunConfig) -> list[str]:
     """Prompts of the first training tasks, if the context of a model is to be derived from them. Empty if
     agents are commands or outside: what they send is not known before they run."""
-    is_known = not (config.rollout.is_outside or isinstance(config.environment.agent, Command))
+    is_known = not (config.rollout.is_external or isinstance(config.environment.agent, Command))
     if config.policy.model is None or not is_known or not config.leaves_open("engine.context_length"):
         return []
     return [str(task.prompt) for task in draw_tasks(config.environment, "train", range(NUM_PROMPTS))]

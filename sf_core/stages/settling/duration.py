@@ -113,8 +113,8 @@ def count_seconds(sizes: PolicySizes, flops: float) -> float:
 
 
 def _prompt_tokens(config: RunConfig) -> float:
-    """Mean tokens of the first prompts, about; 0 of agents outside, whose prompts nobody knows."""
-    if config.rollout.is_outside:
+    """Mean tokens of the first prompts, about; 0 of external agents, whose prompts nobody knows."""
+    if config.rollout.is_external:
         return 0.0
     tasks = draw_tasks(config.environment, "train", range(_PROMPTS))
     return sum(len(str(task.prompt)) for task in tasks) / len(tasks) / _CHARACTERS

@@ -30,7 +30,7 @@ def foresee(config: RunConfig) -> list[str]:
     first = first_index(config.seed)
     held_out = draw_tasks(environment, "holdout", range(min(NUM_HELD_OUT, config.evaluate.num_tasks)))
     trained = draw_tasks(environment, "train", range(first, first + NUM_TRAINED))
-    found = foresee_idle(config, () if config.rollout.is_outside else trained)
+    found = foresee_idle(config, () if config.rollout.is_external else trained)
     if not (both := find_same(held_out, trained)):
         return found
     return [

@@ -80,7 +80,7 @@ def _compares_equal_answers(config: RunConfig) -> bool:
         isinstance(advantage, Whitened) and not advantage.baseline
     )
     is_greedy = _is_greedy(config) or config.rollout.temperature <= LEAST_TEMPERATURE
-    return is_greedy and not (goes_by_batch or advantage.kind == "none" or config.rollout.is_outside)
+    return is_greedy and not (goes_by_batch or advantage.kind == "none" or config.rollout.is_external)
 
 
 def _weighs_entropy(config: RunConfig) -> bool:

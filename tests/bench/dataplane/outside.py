@@ -1,4 +1,4 @@
-"""Agents outside that go on sending, and the sessions of theirs that a run directory has."""
+"""External agents that go on sending, and the sessions of theirs that a run directory has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def await_stored(run_dir: str, acknowledged: list[str]) -> None:
 
 
 class Agents:
-    """Agents outside, each of which opens one session after the other at a data plane, in threads."""
+    """External agents, each of which opens one session after the other at a data plane, in threads."""
 
     def __init__(self, url: str, run_id: str = "run", number: int = 3) -> None:
         self.url = url

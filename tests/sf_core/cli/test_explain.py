@@ -59,7 +59,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             {"r0": R0, "t0": BOTH},
             {"rollout": {"groups_per_batch": 4, "outside_groups": 3}},
             {
-                "outside": "3 of 4 groups of each batch come from agents outside (POST /runs/RUN/groups)",
+                "outside": "3 of 4 groups of each batch come from external agents (POST /runs/RUN/groups)",
             },
         ),
         (

@@ -296,7 +296,7 @@ def test_only_the_last_groups_are_remembered() -> None:
     assert [past.group for past in tasks.past[TaskRef("", 0)]] == [*range(20 - REMEMBERED, 20)]
 
 
-def test_groups_from_outside_are_of_no_task() -> None:
+def test_external_groups_are_of_no_task() -> None:
     tasks = tasks_of({})
     tasks.observe([Outcome(0, None, 4, 0, (), "sealed")])
     assert tasks.past == {} and tasks.positions == {}

@@ -34,13 +34,12 @@ def surviving(run: ServedRun) -> dict[str, Any]:
         "evaluation": [(v, members(group)) for v, group in ledger.evaluations.items() if v == newest],
         "rejected": ledger.rejected,
         "done": ledger.list_done_before(ledger.next_batch),
-        # the journal of an attempt that chooses nothing does not tell the versions of groups
-        "ended": [one._replace(version=0) for one in ended if one.results and one.pick],
+        "ended": [one for one in ended if one.results and one.pick],
         "next_batch": ledger.next_batch,
         "last_batch": (ledger.batches.get(last), state.answers.get(last)),
         "sessions": {name: facts(session) for name, session in sessions},
         "results": {at: results[at] for at in results if at.split == "train" or at.group == newest},
-        "opened": [(name, *rows_of(result)) for name, result in state.results.opened.items()],
+        "opened": [(name, *rows_of(result)) for name, result in state.results.external.items()],
         "ends": {name: state.ends.find(name) for name in list_latest(run)},
         "released": state.released,
         "paused": (state.paused, run.router.paused),
@@ -80,11 +79,7 @@ def memory(ledger: Ledger, untold: Set[int]) -> dict[str, Any]:
         "past": _past(ledger, untold) if ledger.rules.curriculum else {},
         "positions": ledger.tasks.positions,
         "in_flight": ledger.tasks.in_flight,
-        # the journal of an attempt that chooses nothing does not tell their versions
-        "picks": {
-            index: (group.pick, group.version if group.is_told else None)
-            for index, group in ledger.groups.items()
-        },
+        "picks": {index: (group.pick, group.version) for index, group in ledger.groups.items()},
         "ended": ledger.ended,
         "next": [] if untold else next_picks(ledger),
     }

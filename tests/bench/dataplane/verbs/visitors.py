@@ -1,4 +1,4 @@
-"""What agents outside do: they open sessions, or declare groups."""
+"""What external agents do: they open sessions, or declare groups."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Visitors(Served):
 
     @property
     def outside(self) -> list[Session]:
-        """Sessions of groups that agents outside declared."""
-        return [s for s in self.run.sessions.values() if s.claim is not None and s.claim.is_outside]
+        """Sessions of groups that external agents declared."""
+        return [s for s in self.run.sessions.values() if s.claim is not None and s.claim.is_external]
 
     async def declared(self, size: int, **facts: Any) -> list[Session]:
         return await declare_group(self.run, GroupBody(size=size, **facts), by_operator=False)

@@ -1,4 +1,4 @@
-"""Groups that agents outside declare over HTTP: where they are refused, and that they are trained on."""
+"""Groups that external agents declare over HTTP: where they are refused, and that they are trained on."""
 
 from __future__ import annotations
 
@@ -104,10 +104,7 @@ def test_a_run_that_takes_none_says_which_setting_lets_it(served_plane: planes.S
     refused = served_plane.client.http.post(GROUPS, json={})
     assert refused.status_code == 409
     said = refused.json()["error"]["message"]
-    assert (
-        "takes no groups from outside, because rollout.outside_groups is 0: set rollout.outside_groups"
-        in said
-    )
+    assert "takes no external groups, because rollout.outside_groups is 0: set rollout.outside_groups" in said
     unknown = served_plane.client.http.post("/runs/nobodys/groups", json={})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "run_not_served")
     wrong = served_plane.client.http.post(GROUPS, json={"size": 0})

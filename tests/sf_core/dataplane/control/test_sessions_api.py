@@ -317,7 +317,7 @@ def test_a_run_key_opens_the_sessions_of_its_clients_only(locked_plane: dataplan
         for refused, body in ((f"{path}/reward", REWARD), (f"{path}/finish", ENDED)):
             assert status(locked_plane, refused, key, body) == 401
     assert status(locked_plane, "/sessions", "blue-run-key", RED) == 401
-    # the run takes no groups from outside
+    # the run takes no external groups
     assert status(locked_plane, "/runs/red/groups", "red-run-key", {}) == 409
     assert status(locked_plane, "/runs/red/groups", "blue-run-key", {}) == 401
     for route in ("/runs/red", "/healthz", "/metrics", "/runs/red/batches/0"):

@@ -229,11 +229,11 @@ def test_sessions_of_a_run_are_sampled_as_the_run_says(
     for temperature in (0.1, 1.7):
         ask(served_plane, claim["session_id"], temperature=temperature, top_p=0.5, max_tokens=100)
     ask(served_plane, temperature=0.1, seed=5, max_completion_tokens=3)
-    first, again, ad_hoc = (request.sampling for request in served_plane.asked)
+    first, again, unnamed = (request.sampling for request in served_plane.asked)
     assert (first.temperature, first.top_p, first.top_k) == (0.9, 0.95, 5)
     assert first.seed != again.seed
     assert [request.max_tokens for request in served_plane.asked] == [4, 4, 3]
-    assert (ad_hoc.temperature, ad_hoc.top_k, ad_hoc.seed) == (0.1, 0, 5)
+    assert (unnamed.temperature, unnamed.top_k, unnamed.seed) == (0.1, 0, 5)
 
 
 def test_engines_and_sessions_get_the_temperature_that_logits_can_be_divided_by(

@@ -16,6 +16,15 @@ def manager(lag_bound: int = 1, num_batches: int = 100, **changes: Any) -> Rollo
     return Rollout(RULES.model_copy(update=changes), lag_bound, num_batches)
 
 
+def begun_as(manager_before: Rollout, **changes: Any) -> Rollout:
+    """A manager in which the groups of another one have begun, as after a restart."""
+    again = manager(**changes)
+    for group in manager_before.groups.values():
+        if group.pick is not None:
+            again.begin(group.index, group.pick, group.version)
+    return again
+
+
 def got(reward: float) -> Result:
     return Result(reward, reward, 1, "finished")
 

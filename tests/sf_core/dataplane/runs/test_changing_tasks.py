@@ -90,7 +90,7 @@ def test_each_held_out_session_has_a_task_of_its_own(served_plane: ServedPlane, 
     )
 
 
-def test_agents_outside_name_their_tasks_as_they_like(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_external_agents_name_their_tasks_as_they_like(served_plane: ServedPlane, renderer: Renderer) -> None:
     serve(served_plane, renderer, outside_groups=1, groups_per_batch=1)
     declared = served_plane.client.post("/runs/run/groups", {"size": 2})["sessions"]
     for session in declared:

@@ -12,7 +12,8 @@ from sf_core.dataplane.runs.groups import Progress
 from sf_core.recipes.curriculum import Curriculum, Sizes, Stage
 from sf_core.recipes.gates import Varied
 from sf_core.recipes.outcomes import Pick, Result, Success, TaskRef
-from tests.sf_core.dataplane.runs.rollouts import finish_all, got, manager
+from tests.sf_core.dataplane.runs import rollouts
+from tests.sf_core.dataplane.runs.rollouts import got, manager
 
 POOL = Curriculum(pool=20)
 
@@ -25,10 +26,10 @@ def test_a_group_is_complete_with_the_sessions_that_it_needs_and_the_others_are_
     m = manager(spare_sessions=2)
     first, second, third, fourth, *_ = m.claim(100)
     assert fourth.place[1:] == (0, 3), "two are needed and two are spare"
-    finish_all(m, [second], reward=0.5)
+    rollouts.finish_all(m, [second], reward=0.5)
     assert not m.groups[0].is_complete and m.groups[0].num_left == 1
     m.lose(first)
-    finish_all(m, [fourth], reward=0.25)
+    rollouts.finish_all(m, [fourth], reward=0.25)
     assert progress(m, 0) == "CUT DONE CUT DONE"
     assert m.groups[0].num_open == 0, "what was lost is not given out again"
     assert m.end(third, got(1.0), 0) == []
@@ -64,7 +65,7 @@ def test_a_group_goes_on_without_those_that_failed_for_good_down_to_the_least(le
     assert again.place == first.place, "it is tried again first"
     assert m.end_failed(again, "agent_error") == []
     assert (progress(m, 0), m.groups[0].need) == ("CUT RUNNING RUNNING", 2)
-    finish_all(m, [second])
+    rollouts.finish_all(m, [second])
     m.end_failed(third, "agent_error")
     [last] = [claim for claim in m.claim(1) if claim.place == third.place]
     assert m.end_failed(last, "agent_error") == ([0] if least == 2 else [])
@@ -76,7 +77,7 @@ def test_a_group_goes_on_without_those_that_failed_for_good_down_to_the_least(le
 def test_the_gate_judges_a_group_that_the_failure_of_a_session_makes_complete() -> None:
     m = manager(session_attempts=1, least_sessions=1, gate=Varied())
     first, second, *_ = m.claim(2)
-    finish_all(m, [first])
+    rollouts.finish_all(m, [first])
     assert m.end_failed(second, "agent_error") == [0]
     assert m.rejected == {0: "equal_rewards"}
 
@@ -96,7 +97,7 @@ def test_a_curriculum_is_told_of_a_group_when_it_leaves_and_not_before() -> None
         m.end(claim, got(float(claim.place.member)), 0)
     picks = {index: group.pick for index, group in m.groups.items()}
     assert decide.readiness(m, 0).ready and m.tasks.past == {}
-    finish_all(m, claims[:2])
+    rollouts.finish_all(m, claims[:2])
     assert m.rejected == {0: "equal_rewards"}
     assert [past[0].group for past in m.tasks.past.values()] == [0], "dropped groups count too"
     batch = m.seal_next(0)
@@ -120,7 +121,7 @@ def test_no_task_is_in_flight_twice_while_another_is_free() -> None:
 def test_a_task_of_which_most_is_right_gets_fewer_sessions() -> None:
     rules = {"curriculum": Curriculum(pool=1, sizes=Sizes(fewer=2, above=0.6)), "group_size": 4}
     m = manager(groups_per_batch=1, lag_bound=0, **rules)
-    finish_all(m, m.claim(4))
+    rollouts.finish_all(m, m.claim(4))
     m.seal_next(0)
     m.set_version(1)
     assert [claim.place[1:] for claim in m.claim(100)] == [(1, 0), (1, 1)]
@@ -136,19 +137,19 @@ def test_stages_go_by_the_batch_that_a_group_would_fill() -> None:
 def test_groups_that_were_dropped_in_a_row_are_counted_by_reason() -> None:
     m = manager(gate=Varied(), session_attempts=1)
     first, second, third, _, fifth, sixth, *rest = m.claim(8)
-    finish_all(m, [first, second])
+    rollouts.finish_all(m, [first, second])
     m.end_failed(third, "timeout")
     assert m.dropped_in_a_row == {"equal_rewards": 1, "timeout": 1}
     m.end(fifth, got(1.0), 0)
     m.end(sixth, got(0.0), 0)
     assert m.dropped_in_a_row == {}
-    finish_all(m, rest)
+    rollouts.finish_all(m, rest)
     assert m.dropped_in_a_row == {"equal_rewards": 1}, "those before one that counts are forgotten"
 
 
-def test_groups_from_outside_that_are_dropped_do_not_end_a_run() -> None:
+def test_external_groups_that_are_dropped_do_not_end_a_run() -> None:
     m = manager(outside_groups=2)
-    m.end_failed(m.claim_from_outside(2)[0], "agent_error")
+    m.end_failed(m.claim_external(2)[0], "agent_error")
     assert m.rejected == {0: "agent_error"}
     assert not m.dropped_in_a_row
 
@@ -156,27 +157,20 @@ def test_groups_from_outside_that_are_dropped_do_not_end_a_run() -> None:
 # --- after a restart
 
 
-def restored(picks: list[Pick], **rules: Any) -> Rollout:
-    m = manager(**rules)
-    for index, pick in enumerate(picks):
-        m.begin(index, pick, 0, is_told=True)
-    return m
-
-
 def test_picks_and_the_place_in_the_order_are_restored() -> None:
     m = manager(curriculum=POOL)
     m.claim(3 * 2)
-    picks = [group.pick for group in m.groups.values() if group.pick]
-    again = restored(picks, curriculum=POOL)
+    again = rollouts.begun_as(m, curriculum=POOL)
     assert (again.tasks.positions, again.tasks.in_flight) == (m.tasks.positions, m.tasks.in_flight)
-    assert m.tasks.positions[""] == max(pick.position for pick in picks) > 0
+    assert m.tasks.positions[""] == max(g.pick.position for g in m.groups.values() if g.pick) > 0
     m.claim(2)
     again.claim(100)
     assert [g.pick for g in again.groups.values()][:4] == [g.pick for g in m.groups.values()]
 
 
 def test_a_session_given_out_while_the_end_was_recorded_that_completed_its_group_does_not_run() -> None:
-    m = restored([Pick(TaskRef("", 7), 1, 2, 3)], curriculum=POOL, spare_sessions=1)
+    m = manager(curriculum=POOL, spare_sessions=1)
+    m.begin(0, Pick(TaskRef("", 7), 1, 2, 3), 0)
     first, second, third, *_ = manager(spare_sessions=1).claim(3)
     for claim in (first, second):
         assert m.open(claim)
@@ -192,8 +186,7 @@ def test_what_ended_while_a_batch_was_written_is_told_with_the_next_one() -> Non
     rules: dict[str, Any] = {"curriculum": POOL, "gate": Varied(), "groups_per_batch": 1}
     m = manager(**rules)
     claims = m.claim(4)
-    picks = [group.pick for group in m.groups.values() if group.pick]
-    again = restored(picks, **rules)
+    again = rollouts.begun_as(m, **rules)
     for which in (m, again):
         for claim in claims[:2]:
             which.finish(claim, got(float(claim.place.member)), 0)
@@ -209,22 +202,37 @@ def test_what_ended_while_a_batch_was_written_is_told_with_the_next_one() -> Non
 
 
 def test_a_group_begun_by_an_attempt_that_chose_nothing_keeps_its_sessions() -> None:
+    pick = Pick(TaskRef("", 0), 0, 2, 2)
     again = manager()
+    again.begin(0, pick, 0)
     first, second = manager().claim(2)
     assert again.open(first)
     again.finish(first, got(0.5), 0)
     assert again.open(second)
     again.set_rules(again.rules.model_copy(update={"gate": Varied()}), 1, 100)
-    again.begin(0, Pick(TaskRef("", 0), 0, 2, 2), 0, is_told=True)
+    # an earlier version told the same pick again
+    again.begin(0, pick, 3)
+    assert again.groups[0].version == 3
     assert progress(again, 0) == "DONE RUNNING"
     assert again.tasks.in_flight == {TaskRef("", 0): 1}
     assert second.attempt == again.groups[0].members[1].attempt
 
 
+def test_a_group_that_an_earlier_version_gave_another_task_goes_on_counting_attempts() -> None:
+    again = manager(curriculum=POOL)
+    again.begin(0, Pick(TaskRef("", 0), 0, 2, 2), 0)
+    again.note_given_out(manager().claim(1)[0])
+    again.begin(0, Pick(TaskRef("", 7), 3, 1, 1), 2)
+    assert again.tasks.in_flight == {TaskRef("", 7): 1}
+    assert (again.groups[0].size, again.groups[0].version) == (1, 2)
+    assert again.claim(1)[0].session_id("run") == "run.g0.0.a1"
+
+
 def test_what_a_batch_has_taken_is_not_told_as_rejected_by_the_rules_of_now() -> None:
     m = manager(groups_per_batch=1)
-    again = manager(groups_per_batch=1, gate=Varied())
-    for claim in m.claim(2):
+    claims = m.claim(2)
+    again = rollouts.begun_as(m, groups_per_batch=1, gate=Varied())
+    for claim in claims:
         m.end(claim, got(1.0), 0)
         again.finish(claim, got(1.0), 0)
     again.seal(0, m.seal_next(0))

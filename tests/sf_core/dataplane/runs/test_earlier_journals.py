@@ -1,5 +1,5 @@
-"""Journals of earlier versions are read: without picks, with a gate that is named by its name alone, and from
-before processes owned journals."""
+"""Journals of earlier versions are read: without picks, with a gate that is named by its name alone, from
+before processes owned journals, and from before the beginning of every group was recorded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 
 from sf_core.dataplane.journal.framing import frame_payload, frames, payload
 from sf_core.dataplane.runs import decide
+from sf_core.dataplane.runs.groups import Group
 from sf_core.recipes.gates import Varied
-from sf_core.recipes.outcomes import Pick, TaskRef
+from sf_core.recipes.outcomes import Outcome, Pick, TaskRef
 from storage.tables.outcomes import read_outcomes
 from tests.bench.dataplane.run_driver import Driver
 
@@ -26,14 +27,19 @@ JOURNAL = JOURNALS / "before_picks.journal"
 OPEN_SESSION = "run.open.9bcf8a535e85246c"
 
 BEFORE_OWNERS = JOURNALS / "before_owners.journal"
-"""Of version db999c56: batch 0 is sealed (group 0), group 1 is complete, 2 is half done, and an agent outside
-has opened OPEN_SESSION and given it a reward."""
+"""Of version db999c56: batch 0 is sealed (group 0), group 1 is complete, 2 is half done, and an external
+agent has opened OPEN_SESSION and given it a reward."""
 
 
-async def serve(driver: Driver, journal: Path) -> None:
-    """Serve the run of this journal in place of the run that is served."""
+BEFORE_ADMITTED = JOURNALS / "before_admitted.journal"
+"""Of version bfeb7f2a: batch 0 is sealed (groups 0 and 1), 2 to 4 are complete, 5 is dropped and 6 has begun.
+Then a third attempt has a curriculum, and records the pick of group 6 before it completes the group."""
+
+
+async def serve(driver: Driver, journal: Path, before_attempt: int = 1000) -> None:
+    """Serve the run of this journal, as it was before this attempt, in place of the run that is served."""
     written = driver.run.journal.path
-    data = moved(driver, journal)
+    data = moved(driver, journal, before_attempt)
 
     def replace() -> None:
         # no process owned journals
@@ -43,20 +49,68 @@ async def serve(driver: Driver, journal: Path) -> None:
     await driver.restart(replace)
 
 
-def moved(driver: Driver, journal: Path) -> bytes:
+def moved(driver: Driver, journal: Path, before_attempt: int) -> bytes:
     """The journal with the folders of this machine."""
     data = b""
-    kinds = set()
     with journal.open("rb") as file:
         for found in frames(file):
             kind, *values = msgspec.msgpack.decode(payload(found))
-            kinds.add(kind)
+            if kind == "registered" and values[0]["attempt"] >= before_attempt:
+                break
             if kind == "registered":
                 values[0] |= {name: driver.spec[name] for name in ("run_dir", "model_dir")}
             event = msgspec.msgpack.encode([kind, *values])
             data += frame_payload(event)
-    assert "registered" in kinds and "admitted" not in kinds
+    assert data
     return data
+
+
+def kinds(path: Path) -> list[str]:
+    """The kinds of the events of a journal, in order."""
+    with path.open("rb") as file:
+        return [msgspec.msgpack.decode(payload(found))[0] for found in frames(file)]
+
+
+def attempts(group: Group) -> list[tuple[str, int, float | None]]:
+    """Progress, number of the latest attempt and reward of each session of a group."""
+    return [
+        (member.progress.name, member.attempt, member.result.reward if member.result else None)
+        for member in group.members
+    ]
+
+
+@pytest.mark.parametrize("before_attempt", [3, 1000])
+async def test_groups_that_were_not_recorded_are_recovered_as_the_version_that_wrote_them_did(
+    driver: Driver, before_attempt: int
+) -> None:
+    await driver.register(gate="all")
+    assert kinds(BEFORE_ADMITTED).count("admitted") == 1 and "admitted" not in kinds(BEFORE_OWNERS)
+    await serve(driver, BEFORE_ADMITTED, before_attempt)
+    # what bfeb7f2a recovered from the same bytes
+    expected = {
+        2: [("DONE", 0, 1.0), ("DONE", 0, 1.0)],
+        3: [("DONE", 0, 0.0), ("DONE", 0, 0.0)],
+        4: [("DONE", 0, 0.0), ("DONE", 2, 1.0)],
+        6: [("OPEN", 1, None), ("OPEN", 1, None)],
+    }
+    if before_attempt > 3:
+        expected[6] = [("DONE", 2, 1.0), ("DONE", 2, 0.0)]
+    for compacted in (False, True):
+        if compacted:
+            await driver.run.compact()
+            assert kinds(driver.run.journal.path).count("admitted") == 7, "each group is recorded from now on"
+            await driver.restart()
+        ledger = driver.ledger
+        assert {index: attempts(group) for index, group in ledger.groups.items()} == expected
+        picks = {index: group.pick for index, group in ledger.groups.items()}
+        assert picks == {index: Pick(TaskRef("", index), 0, 2, 2) for index in expected}
+        assert ledger.tasks.in_flight == {TaskRef("", index): 1 for index in expected}
+        assert ledger.rejected == {5: "agent_error"}
+        dropped = Outcome(5, Pick(TaskRef("", 5), 0, 2, 2), 2, 0, (), "agent_error")
+        assert ledger.ended == [dropped]
+        assert ledger.list_done_before(1) == [0, 1]
+        assert ledger.next_group == 7
+    driver.untold.update(ledger.list_done_before(1))
 
 
 async def test_a_run_of_the_time_before_journals_had_owners_goes_on(driver: Driver) -> None:

@@ -57,7 +57,7 @@ async def test_every_finished_session_is_stored_once_wherever_storing_breaks_off
         await driver.check_restart()
         await driver.plane.release(driver.run)
         check(driver)
-        assert not driver.run.state.results.opened
+        assert not driver.run.state.results.external
 
 
 async def test_what_cannot_be_written_waits(

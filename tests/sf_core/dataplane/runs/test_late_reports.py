@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.runs.results import MAX_OPENED_ENDS, Ends, digest_of
+from sf_core.dataplane.runs.results import MAX_LOGGED_ENDS, Ends, digest_of
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from tests.bench.dataplane.planes import ServedPlane, say
 from tests.bench.waits import wait_until
@@ -162,10 +162,10 @@ def test_the_latest_report_is_known_until_its_group_is_dropped(steps: list[Any])
 
 def test_the_reports_of_opened_sessions_take_bounded_memory() -> None:
     ends = Ends()
-    for number in range(MAX_OPENED_ENDS + 10):
+    for number in range(MAX_LOGGED_ENDS + 10):
         ends.note(f"s{number}", None, "digest")
-    known = [ends.find(f"s{number}") is not None for number in range(MAX_OPENED_ENDS + 10)]
-    assert known == [False] * 10 + [True] * MAX_OPENED_ENDS
+    known = [ends.find(f"s{number}") is not None for number in range(MAX_LOGGED_ENDS + 10)]
+    assert known == [False] * 10 + [True] * MAX_LOGGED_ENDS
 
 
 REPORTS = st.fixed_dictionaries(

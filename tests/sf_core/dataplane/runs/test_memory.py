@@ -36,7 +36,7 @@ def count_begun(driver: dataplane.run_driver.Driver) -> int:
 def check_account(driver: dataplane.run_driver.Driver) -> None:
     """The account of what is held is exact."""
     state = driver.run.state
-    results = [*state.results.by_place.values(), *state.results.opened.values()]
+    results = [*state.results.by_place.values(), *state.results.external.values()]
     for session in state.sessions.values():
         state.memory.weigh(session)
     held = [*state.sessions.values(), *results]
@@ -124,7 +124,7 @@ async def test_a_claim_that_waits_for_memory_is_answered_when_another_run_gives_
     assert sessions
 
 
-def test_sessions_from_outside_are_refused_until_there_is_room(
+def test_external_sessions_are_refused_until_there_is_room(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
     with planes.running_app(memory_mb=4 * KB) as url, planes.attended(url, tmp_path, model_dir) as plane:
@@ -156,9 +156,7 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
 
 
 @pytest.mark.parametrize("field", ["group", "task_id", "environment"])
-def test_the_names_of_a_session_from_outside_are_memory_too(
-    tmp_path: Path, model_dir: str, field: str
-) -> None:
+def test_the_names_of_an_external_session_are_memory_too(tmp_path: Path, model_dir: str, field: str) -> None:
     with planes.running_app(memory_mb=1) as url, planes.attended(url, tmp_path, model_dir) as plane:
         plane.register()
         body = {"run_id": "run", field: "x" * 2**21}

@@ -1,4 +1,4 @@
-"""Groups that agents outside declare: each finished session is in one batch, or is stored by itself."""
+"""Groups that external agents declare: each finished session is in one batch, or is stored by itself."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_a_reward_may_come_as_late_as_its_patience_allows(driver: Driver) 
     assert driver.run.state.recent.last_error.endswith("got no reward within 100 s of its answer")
     assert driver.ledger.rejected == {0: "reward_error"}
     # what was rated is kept
-    assert list(driver.run.state.results.opened) == [rated.session_id]
+    assert list(driver.run.state.results.external) == [rated.session_id]
     assert driver.run.counters["untrained_sessions"] == 1
 
 

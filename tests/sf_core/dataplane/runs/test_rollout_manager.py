@@ -306,7 +306,7 @@ def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> N
 def test_restored_sessions_are_not_given_out_again() -> None:
     m = rollouts.manager()
     lost, kept, *_ = m.claim(4)
-    restored = rollouts.manager()
+    restored = rollouts.begun_as(m)
     restored.note_given_out(lost)
     restored.note_given_out(kept)
     restored.finish(kept, rollouts.got(1.0), 0)
@@ -314,25 +314,25 @@ def test_restored_sessions_are_not_given_out_again() -> None:
     assert restored.claim(3) == [Claim(lost.place, 1), *rollouts.manager().claim(6)[4:]]
 
 
-def test_every_batch_has_places_for_groups_from_outside_and_admits_no_more() -> None:
+def test_every_batch_has_places_for_external_groups_and_admits_no_more() -> None:
     m = rollouts.manager(groups_per_batch=3, outside_groups=1)
-    declared = [m.claim_from_outside(4), m.claim_from_outside(2), m.claim_from_outside(2)]
+    declared = [m.claim_external(4), m.claim_external(2), m.claim_external(2)]
     assert [len(claims) for claims in declared] == [4, 2, 0], "one for each batch that the lag bound admits"
     inside = m.claim(100)
-    assert len(inside) == 2 * 2 * 2 and not any(claim.is_outside for claim in inside)
+    assert len(inside) == 2 * 2 * 2 and not any(claim.is_external for claim in inside)
     rollouts.finish_all(m, inside)
-    assert decide.readiness(m, 0).waiting_for == "1 of 1 groups from outside; 2 are in flight"
+    assert decide.readiness(m, 0).waiting_for == "1 of 1 external groups; 2 are in flight"
     rollouts.finish_all(m, declared[0])
     assert m.seal_next(0).groups == [0, 2, 3]
     m.set_version(1)
-    assert len(m.claim_from_outside(2)) == 2
-    assert rollouts.manager().claim_from_outside(2) == []
+    assert len(m.claim_external(2)) == 2
+    assert rollouts.manager().claim_external(2) == []
 
 
 @pytest.mark.parametrize("rule", [RETRY, EXCLUDE])
-def test_a_session_from_outside_is_not_tried_again(rule: Rule) -> None:
+def test_an_external_session_is_not_tried_again(rule: Rule) -> None:
     m = rollouts.manager(outside_groups=2, on_failure=FailureRules(agent_error=rule), failed_reward=-1.0)
-    claim, other = m.claim_from_outside(2)
+    claim, other = m.claim_external(2)
     worth = decide.worth(m, claim, "agent_error", can_train=True)
     assert worth == (-1.0 if rule == RETRY else None)
     if worth is None:
@@ -341,15 +341,15 @@ def test_a_session_from_outside_is_not_tried_again(rule: Rule) -> None:
         assert m.group_of(other) is None
 
 
-def test_held_out_tasks_are_given_to_agents_outside_and_again_after_a_failure() -> None:
+def test_held_out_tasks_are_given_to_external_agents_and_again_after_a_failure() -> None:
     m = rollouts.manager(groups_per_batch=2, outside_groups=2)
     assert m.claim_held_out(5) == []
     m.start_evaluation(0, num_tasks=3)
     first, second, third = m.claim_held_out(5)
-    assert all(claim.is_outside for claim in (first, second, third))
+    assert all(claim.is_external for claim in (first, second, third))
     m.end_failed(first, "agent_error")
     [again] = m.claim(5)
-    assert (again.place, again.is_outside) == (first.place, False)
+    assert (again.place, again.is_external) == (first.place, False)
 
 
 CURRICULA = [
@@ -403,11 +403,11 @@ class AnyRun(RuleBasedStateMachine):
 
     def begun(self) -> list[int]:
         groups = self.manager.groups.values()
-        return [group.index for group in groups if not group.is_complete and not group.is_outside]
+        return [group.index for group in groups if not group.is_complete and not group.is_external]
 
     @rule(size=st.integers(1, 3))
     def declare(self, size: int) -> None:
-        if claims := self.manager.claim_from_outside(size):
+        if claims := self.manager.claim_external(size):
             assert len(claims) == size and len({claim.place.group for claim in claims}) == 1
             self.declared[claims[0].place.group] = size
             self.running += claims
@@ -428,7 +428,7 @@ class AnyRun(RuleBasedStateMachine):
     @rule(data=st.data(), failed=st.booleans())
     def fail_or_lose(self, data: st.DataObject, failed: bool) -> None:
         claim = data.draw(st.sampled_from(self.running))
-        if not failed and not claim.is_outside:
+        if not failed and not claim.is_external:
             self.running.remove(claim)
             return self.manager.lose(claim)
         reason = data.draw(st.sampled_from(REASONS))

@@ -42,7 +42,7 @@ async def test_groups_are_told_once_and_counted_by_how_many_sessions_were_right(
     assert second.keys().isdisjoint({"length_kept", "length_cut", "cut_sessions"})
 
 
-async def test_groups_from_outside_are_told_without_a_task_and_not_counted(driver: Driver) -> None:
+async def test_external_groups_are_told_without_a_task_and_not_counted(driver: Driver) -> None:
     rules = RULES | {"groups_per_batch": 2}
     await driver.register(**rules, gate="varied", success={"at_least": 0.5}, outside_groups=1)
     for reward, session in enumerate(await driver.declared(2, task_id="ticket")):

@@ -324,15 +324,15 @@ async def test_what_was_spent_before_a_restart_counts_until_the_next_batch(drive
     assert driver.run.fault == ""
 
 
-# --- agents outside
+# --- external agents
 
 
-async def test_an_agent_outside_leaves_nothing_unjudged(driver: Driver) -> None:
+async def test_an_external_agent_leaves_nothing_unjudged(driver: Driver) -> None:
     await driver.register(**RULES, outside_groups=1)
     for session in (await driver.open(), (await driver.declared(2))[0]):
-        with pytest.raises(WrongField, match="Agents outside the cluster cannot ask judges"):
+        with pytest.raises(WrongField, match="External agents cannot ask judges"):
             await driver.report(session, status="unjudged")
-        with pytest.raises(WrongField, match="Agents outside the cluster cannot ask judges"):
+        with pytest.raises(WrongField, match="External agents cannot ask judges"):
             await driver.report_judged(session, status="finished", reward=1.0)
 
 

@@ -57,7 +57,7 @@ def test_success_says_which_sessions_are_right() -> None:
     assert (task.right, task.newest) == (1, (0, "mixed"))
 
 
-def test_groups_from_outside_have_no_task() -> None:
+def test_external_groups_have_no_task() -> None:
     assert count_tasks([group_row(0, [1.0], task_index=None)], RIGHT) == []
 
 

@@ -70,7 +70,7 @@ def test_tasks_are_counted_by_source_with_the_hardest_and_the_easiest(curriculum
         ["sums-2", "sums", "0.50", "2", "1", "20"],
     ]
     assert told[easy + 2] == ["sums-0", "sums", "1.00", "2", "1", "20"]
-    assert told[-1] == ["groups", "from", "outside,", "whose", "tasks", "are", "not", "ours:", "1"]
+    assert told[-1] == ["external", "groups,", "whose", "tasks", "are", "not", "ours:", "1"]
 
 
 def test_the_table_of_tasks_fits_a_narrow_terminal_and_steers_none(curriculum_run: RunDirectory) -> None:
