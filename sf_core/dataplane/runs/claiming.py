@@ -31,7 +31,7 @@ async def claim(run: ServedRun, body: ClaimBody) -> tuple[list[Session], bool]:
     Sessions with an answer are to be scored."""
     attempt = run.spec.attempt if body.attempt is None else body.attempt
     runner = run.runners.setdefault(body.runner, Runner(attempt, work=body.work))
-    run.effort.note(body.runner, body.spent.since(runner.spent or body.spent))
+    run.effort.record(body.runner, body.spent.since(runner.spent or body.spent))
     runner.spent = body.spent
     if body.running is not None:
         named = set(body.running)
@@ -146,7 +146,7 @@ def _give_out(run: ServedRun, name: str, limit: int, sessions: list[Session]) ->
     if run.journal.failure is not None or run.fault:
         return False
     if runner.work == "reward" or not is_scored_elsewhere(run):
-        sessions += run.state.scoring.take(name, limit, run.sessions)
+        sessions += run.state.scoring.pop_answers(name, limit, run.sessions)
         sessions += _take_judged(run, name, limit - len(sessions))
     if runner.work == "agent":
         sessions += _open_claimed(run, name, max(0, limit - len(sessions)))
@@ -164,16 +164,16 @@ def _open_claimed(run: ServedRun, runner: str, limit: int) -> list[Session]:
 
 def _take_judged(run: ServedRun, runner: str, limit: int) -> list[Session]:
     """Sessions whose answers this runner scores from now on: of whole groups, even beyond the limit."""
-    taken: list[Session] = []
+    claimed: list[Session] = []
     due = run.state.scoring.groups
-    while due and len(taken) < limit:
+    while due and len(claimed) < limit:
         group = run.state.ledger.groups.get(due.popleft())
         answered = [] if group is None else _take_whole(run, group)
         # at once: a group that is judged again may be queued twice
         for session in answered:
             give_to(runner, session)
-        taken += answered
-    return taken
+        claimed += answered
+    return claimed
 
 
 def _take_whole(run: ServedRun, group: Group) -> list[Session]:

@@ -51,7 +51,7 @@ def admit(ledger: Ledger, limit: int, is_full: bool = False) -> Iterator[Admitte
         index = ledger.next_group
         num_before = sum(group.index < index for group in _list_groups(ledger))
         # the batch that it would fill, were the groups before it in earlier ones
-        batch = ledger.next_batch + num_before // max(1, _places(ledger, external=False))
+        batch = ledger.next_batch + num_before // max(1, _num_slots(ledger, external=False))
         admitted = Admitted(index, ledger.tasks.pick(index, batch), ledger.version)
         missing -= admitted.pick.size
         yield admitted
@@ -183,7 +183,7 @@ def _open_sessions(ledger: Ledger) -> Iterator[Claim]:
         yield from group.claims()
 
 
-def _places(ledger: Ledger, external: bool) -> int:
+def _num_slots(ledger: Ledger, external: bool) -> int:
     """Groups of one kind in each batch."""
     num_external = ledger.rules.outside_groups
     return num_external if external else ledger.rules.groups_per_batch - num_external
@@ -197,19 +197,19 @@ def _list_groups(ledger: Ledger, external: bool = False) -> list[Group]:
 def _num_admissible(ledger: Ledger, is_full: bool = False, external: bool = False) -> int:
     """Most groups of one kind that may be accepted or in flight now."""
     batches = min(ledger.version + 1 + ledger.lag_bound, ledger.num_batches)
-    places = _places(ledger, external)
-    num_groups = places * (batches - ledger.next_batch)
+    slots_per_batch = _num_slots(ledger, external)
+    num_groups = slots_per_batch * (batches - ledger.next_batch)
     if is_full:
         # one at a time up to a whole batch: its results can only be stored together
         num_accepted = sum(group.is_complete for group in _list_groups(ledger, external))
-        num_groups = min(num_groups, num_accepted + 1, places)
+        num_groups = min(num_groups, num_accepted + 1, slots_per_batch)
     return num_groups
 
 
 def _say_missing(ledger: Ledger, accepted: list[Group], external: bool) -> str:
     """What the next batch lacks of one kind; empty if nothing."""
     num_accepted = sum(group.is_external is external for group in accepted)
-    needed = _places(ledger, external)
+    needed = _num_slots(ledger, external)
     if num_accepted >= needed:
         return ""
     kind = "external groups" if external else "groups"
@@ -237,23 +237,25 @@ def _take_earliest(ledger: Ledger) -> list[int]:
     chosen: list[Group] = []
     for external in (False, True):
         accepted = sorted((g for g in _list_groups(ledger, external) if g.is_complete), key=deadline)
-        chosen += accepted[: _places(ledger, external)]
+        chosen += accepted[: _num_slots(ledger, external)]
     return [group.index for group in sorted(chosen, key=lambda group: (deadline(group), group.index))]
 
 
 def _find_late(ledger: Ledger, chosen: list[int], batch: int) -> list[int]:
     """In-flight groups that keep `batch` from being made of `chosen`: were they left behind, the batches up
     to some deadline could not hold all groups due by then. As few as possible, earliest first."""
-    taken = set(chosen)
+    chosen_indices = set(chosen)
     late: list[int] = []
     for external in (False, True):
         rest = [
-            g for g in _list_groups(ledger, external) if g.index not in taken and g.min_version is not None
+            g
+            for g in _list_groups(ledger, external)
+            if g.index not in chosen_indices and g.min_version is not None
         ]
         rest.sort(key=lambda group: (_deadline(ledger, group), not group.is_complete))
         fitting = 0
         for group in rest:
-            if fitting < _places(ledger, external) * (_deadline(ledger, group) - batch):
+            if fitting < _num_slots(ledger, external) * (_deadline(ledger, group) - batch):
                 fitting += 1
             elif not group.is_complete:
                 late.append(group.index)

@@ -45,8 +45,8 @@ async def reward(run: ServedRun, session: Session, body: RewardBody) -> None:
     """Note what a session has earned so far, which stays open. Raises ApiError 400."""
     if refusal := fault_of(body, session):
         raise refusal
-    given = body.reward, body.reward_parts, body.step_rewards
-    await run.record_now(events.Rewarded(session.session_id, *given))
+    rewards = body.reward, body.reward_parts, body.step_rewards
+    await run.record_now(events.Rewarded(session.session_id, *rewards))
 
 
 async def finish(run: ServedRun, session: Session, report: FinishBody) -> bool:
@@ -207,7 +207,11 @@ def _end_unjudged(run: ServedRun, session: Session, claim: Claim, report: Finish
         _end_given(run, session, claim, report.model_copy(update=fields))
         return
     attempts = run.spec.rollout.session_attempts
-    waiting = [one for one in run.state.sessions_of("holdout", group.index) if one.num_unjudged >= attempts]
+    waiting = [
+        session
+        for session in run.state.sessions_of("holdout", group.index)
+        if session.num_unjudged >= attempts
+    ]
     if len(waiting) == group.num_left:
         run.end_by(
             f"no answer of the evaluation of version {group.index} could be judged; each of {len(waiting)} "
@@ -328,8 +332,8 @@ def _refuse_unrecorded(session: Session, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     log.error("session %s could not be recorded", session.session_id, exc_info=error)
-    told = f"{type(error).__name__}: {error}"
-    return ApiError(500, f"Session {session.session_id} could not be recorded: {told}.")
+    cause = f"{type(error).__name__}: {error}"
+    return ApiError(500, f"Session {session.session_id} could not be recorded: {cause}.")
 
 
 def time_of(session: Session, rules: RolloutConfig) -> float:
@@ -383,8 +387,10 @@ def _explain_other_task(state: RunState, session: Session) -> str:
         named |= state.tasks_of(group)
     if len(named) == 1:
         return ""
-    shown = " and ".join(f"{task_id!r} of {environment!r}" for task_id, environment in sorted(named)[:2])
+    named_tasks = " and ".join(
+        f"{task_id!r} of {environment!r}" for task_id, environment in sorted(named)[:2]
+    )
     return (
         f"{state.spec.tasks} gave different tasks for equal arguments: sessions of group "
-        f"{claim.place.group} got {shown}. Equal arguments must give equal tasks, in every process"
+        f"{claim.place.group} got {named_tasks}. Equal arguments must give equal tasks, in every process"
     )

@@ -210,7 +210,7 @@ class Needed:
             split, group, _ = claim.place
             return group in self.groups if split == "train" else group >= self.newest_evaluation
 
-        def keep(event: RunEvent) -> bool:
+        def is_needed(event: RunEvent) -> bool:
             nonlocal is_ours
             match event:
                 case Registered(spec):
@@ -227,9 +227,11 @@ class Needed:
                 case EvaluationStarted(version):
                     return version >= self.newest_evaluation
                 case Opened(opened):
-                    is_kept = any(one.session_id in self.sessions or counts(one.claim) for one in opened)
-                    external = [one for one in opened if is_external(one.claim)]
-                    reopened.update(one.session_id for one in external if is_kept)
+                    is_kept = any(
+                        session.session_id in self.sessions or counts(session.claim) for session in opened
+                    )
+                    external = [session for session in opened if is_external(session.claim)]
+                    reopened.update(session.session_id for session in external if is_kept)
                     return is_kept
                 case Closed(session_id):
                     return session_id in reopened
@@ -249,4 +251,4 @@ class Needed:
                     return self.is_released
             return event.session_id in self.sessions
 
-        return keep
+        return is_needed

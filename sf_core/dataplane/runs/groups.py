@@ -65,8 +65,8 @@ class Group:
         """The open members in order, as sessions to give out to runners or to external agents."""
         for i, member in enumerate(self.members):
             if member.progress is Progress.OPEN:
-                place = SessionSlot(self.split, self.index, i)
-                yield Claim(place, member.attempt + 1, member.num_failures, is_external)
+                slot = SessionSlot(self.split, self.index, i)
+                yield Claim(slot, member.attempt + 1, member.num_failures, is_external)
 
     def note_started(self, claim: Claim, version: int) -> None:
         """Note that a token of the session may have been sampled by this version or a later one."""

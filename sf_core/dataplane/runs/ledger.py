@@ -90,17 +90,17 @@ class Ledger:
         begun: it stays, unless it has another task and all its sessions are open."""
         if index in self._done:
             return
-        known = self.groups.get(index)
-        if known is not None and known.pick is not None:
-            self.tasks.release(known.pick.task)
+        earlier = self.groups.get(index)
+        if earlier is not None and earlier.pick is not None:
+            self.tasks.release(earlier.pick.task)
         self.tasks.note(pick)
-        if known is not None and (known.pick == pick or known.num_open < known.size):
-            known.pick = pick
-            known.version = version
+        if earlier is not None and (earlier.pick == pick or earlier.num_open < earlier.size):
+            earlier.pick = pick
+            earlier.version = version
             return
         group = Group("train", index, pick.size, False, self.first_attempt, pick, version)
-        if known is not None:
-            group.note_attempts(known)
+        if earlier is not None:
+            group.note_attempts(earlier)
         self._add(group)
 
     def declare(self, index: int, size: int) -> None:

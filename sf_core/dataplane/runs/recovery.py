@@ -125,7 +125,7 @@ def _replace(state: RunState, spec: RunSpec) -> RunState:
     opened = list(state.results.external.values())
     state.free_memory()
     for result in opened:
-        fresh.results.keep_external(result)
+        fresh.results.add_external(result)
     return fresh
 
 

@@ -39,34 +39,34 @@ class Results:
         self.cut: dict[int, list[int]] = {}
         """Tokens that were sampled in sessions without which their group was complete, by group."""
 
-    def keep(self, place: SessionSlot, result: FinishedSession) -> None:
+    def add(self, slot: SessionSlot, result: FinishedSession) -> None:
         """Keep a result for its batch or evaluation, until `drop`."""
-        self.drop(place)
-        self.by_place[place] = result
+        self.drop(slot)
+        self.by_place[slot] = result
         self._memory.add(result)
 
-    def keep_external(self, result: FinishedSession) -> None:
+    def add_external(self, result: FinishedSession) -> None:
         """Keep the result of an external session, until `drop_external`."""
         self.external[result.session_id] = result
         self._memory.add(result)
 
-    def drop(self, place: SessionSlot) -> FinishedSession | None:
-        if (result := self.by_place.pop(place, None)) is not None:
+    def drop(self, slot: SessionSlot) -> FinishedSession | None:
+        if (result := self.by_place.pop(slot, None)) is not None:
             self._memory.remove(result)
         return result
 
     def drop_groups(self) -> None:
         """Drop all results of training groups."""
-        for place in list(self.by_place):
-            if place.split == "train":
-                self.drop(place)
+        for slot in list(self.by_place):
+            if slot.split == "train":
+                self.drop(slot)
         self.cut.clear()
 
     def drop_evaluations(self, version: int) -> None:
         """Drop the results of the evaluation of a version, and of earlier ones."""
-        for place in list(self.by_place):
-            if place.split == "holdout" and place.group <= version:
-                self.drop(place)
+        for slot in list(self.by_place):
+            if slot.split == "holdout" and slot.group <= version:
+                self.drop(slot)
 
     def drop_external(self, session_ids: Iterable[str]) -> None:
         for session_id in session_ids:
@@ -74,18 +74,18 @@ class Results:
                 self._memory.remove(result)
 
     def drop_all(self) -> None:
-        for place in list(self.by_place):
-            self.drop(place)
+        for slot in list(self.by_place):
+            self.drop(slot)
         self.drop_external(list(self.external))
         self.cut.clear()
 
-    def lengths(self, groups: Iterable[int], kept: Iterable[FinishedSession]) -> dict[str, Any]:
+    def lengths(self, groups: Iterable[int], accepted: Iterable[FinishedSession]) -> dict[str, Any]:
         """Mean sampled tokens of the sessions that count in these groups, and of those that were ended
         because their group was complete, up to that moment. Of a session of before a restart these may not be
         known: sessions in which nothing was sampled are left out. None if there were none."""
         cut = [num_tokens for group in groups for num_tokens in self.cut.get(group, ()) if num_tokens]
         return {
-            "length_kept": _mean([_num_sampled(session) for session in kept]),
+            "length_kept": _mean([_num_sampled(session) for session in accepted]),
             "length_cut": _mean(cut),
             "cut_sessions": len(cut),
         }
@@ -124,12 +124,12 @@ def fault_of_parts(report: FinishBody, claim: Claim, spec: RunSpec) -> ApiError 
     success = spec.rollout.success
     if success is None or success.part is None or claim.place.split == "holdout":
         return None
-    given = sorted(name for name, value in report.reward_parts.items() if value is not None)
-    if success.part in given:
+    reported_parts = sorted(name for name, value in report.reward_parts.items() if value is not None)
+    if success.part in reported_parts:
         return None
-    parts = ", ".join(map(repr, given))
+    parts = ", ".join(map(repr, reported_parts))
     way_out = f"its parts are {parts}: set rollout.success.part to one of these, or return the missing part"
-    if not given:
+    if not reported_parts:
         way_out = "it has no parts: return a mapping of named parts, or remove rollout.success.part"
     sentence = f"The reward has no part {success.part!r} (rollout.success.part); {way_out}."
     return WrongField("reward_parts", sentence)

@@ -221,7 +221,7 @@ class ServedRun:
 
     def pass_time(self, seconds: float) -> None:
         """Let sessions grow older."""
-        self.effort.look(self.router.engines)
+        self.effort.record_engines(self.router.engines)
         # they do not age while their agents are refused
         if self.router.is_serving and self.journal.failure is None:
             self.state.serving_s += seconds
@@ -261,7 +261,7 @@ class ServedRun:
         """Open sessions, in one event for each group, which is needed no longer than its group."""
         for _, sessions in groupby(facts, lambda session: session.claim and session.claim.place[:2]):
             self.record(events.Opened(list(sessions)))
-        return [self.sessions[one.session_id] for one in facts]
+        return [self.sessions[fact.session_id] for fact in facts]
 
     def reject(self, indices: Iterable[int], reason: str) -> None:
         """Reject groups."""
@@ -300,11 +300,11 @@ class ServedRun:
         self.record(events.Published(weights))
         self.router.weights = weights
         await self.journal.flush()
-        held = await self.router.update(weights)
+        reloaded = await self.router.update(weights)
         # from now on no engine samples with an older version
         self.state.ledger.set_version(weights.version)
         self.changed.notify()
-        return held
+        return reloaded
 
     def release(self) -> None:
         """End the run: runners are released, sessions end, other requests are refused. If another attempt of

@@ -67,15 +67,15 @@ class Scoring:
         session.runner = session.scoring = ""
         self._answers.append(session)
 
-    def take(self, runner: str, limit: int, open_ones: Mapping[str, Session]) -> list[Session]:
+    def pop_answers(self, runner: str, limit: int, open_ones: Mapping[str, Session]) -> list[Session]:
         """Open sessions whose answers this runner scores from now on, in the order of the queue."""
-        taken: list[Session] = []
-        while self._answers and len(taken) < limit:
+        popped: list[Session] = []
+        while self._answers and len(popped) < limit:
             session = self._answers.popleft()
             if open_ones.get(session.session_id) is session and not session.runner:
                 give_to(runner, session)
-                taken.append(session)
-        return taken
+                popped.append(session)
+        return popped
 
     def hold_back(self, session: Session) -> None:
         """Have an answer, which no runner has, wait for others of its group."""
@@ -105,10 +105,10 @@ class Effort:
         self._runners: defaultdict[str, Spent] = defaultdict(Spent)
         self._free_s = self._served_s = 0.0
 
-    def note(self, runner: str, spent: Spent) -> None:
+    def record(self, runner: str, spent: Spent) -> None:
         self._runners[runner] += spent
 
-    def look(self, engines: Iterable[EngineConnection]) -> None:
+    def record_engines(self, engines: Iterable[EngineConnection]) -> None:
         """Take over the times that engines have counted since the last look; those of a lost engine are
         lost."""
         for engine in engines:
@@ -117,9 +117,9 @@ class Effort:
             self._free_s += engine.free_s
             engine.served_s = engine.free_s = 0.0
 
-    def take(self, engines: Iterable[EngineConnection]) -> dict[str, Any]:
+    def totals(self, engines: Iterable[EngineConnection]) -> dict[str, Any]:
         """The facts for the manifest of a batch; begins to count for the next one."""
-        self.look(engines)
+        self.record_engines(engines)
         facts = {
             "runners": {name: spent.model_dump() for name, spent in self._runners.items()},
             "runners_seconds": round(time.monotonic() - self._since, 3),

@@ -115,7 +115,7 @@ class Sealer:
             "discarded": dict(state.recent.discarded),
             "last_error": state.recent.last_error,
             **state.recent.reports,
-            **run.effort.take(run.router.engines),
+            **run.effort.totals(run.router.engines),
             "max_lag": index - min(min_versions, default=index),
         }
         state.recent.reports.clear()
@@ -161,8 +161,8 @@ class Sealer:
         group = run.state.ledger.evaluations.get(version)
         if group is None or not group.is_complete:
             raise ApiError(409, f"the evaluation of version {version} is not done")
-        places = [SessionSlot("holdout", version, task) for task in range(group.size)]
-        sessions = [results.by_place[place] for place in places if place in results.by_place]
+        slots = [SessionSlot("holdout", version, task) for task in range(group.size)]
+        sessions = [results.by_place[slot] for slot in slots if slot in results.by_place]
         answer = await write_sessions(run, "evaluations", version, f"evaluation-{attempt}", sessions)
         run.state.close_evaluation(version)
         by_environment: dict[str, list[float]] = defaultdict(list)

@@ -160,17 +160,17 @@ class RunState:
 
     def sessions_of(self, split: str, group: int) -> list[Session]:
         """The open sessions of a group, in order of their places."""
-        found = [s for s in self.sessions.values() if s.claim and s.claim.place[:2] == (split, group)]
-        return sorted(found, key=lambda session: session.claim or ())
+        sessions = [s for s in self.sessions.values() if s.claim and s.claim.place[:2] == (split, group)]
+        return sorted(sessions, key=lambda session: session.claim or ())
 
-    def places_of(self, group: int) -> list[SessionSlot]:
+    def slots_of(self, group: int) -> list[SessionSlot]:
         """Places of a training group that have a result."""
-        places = (SessionSlot("train", group, member) for member in range(self.ledger.largest_group))
-        return [place for place in places if place in self.results.by_place]
+        slots = (SessionSlot("train", group, member) for member in range(self.ledger.largest_group))
+        return [slot for slot in slots if slot in self.results.by_place]
 
     def results_of(self, groups: Iterable[int]) -> list[FinishedSession]:
         """Results of these groups, in order."""
-        return [self.results.by_place[place] for group in groups for place in self.places_of(group)]
+        return [self.results.by_place[slot] for group in groups for slot in self.slots_of(group)]
 
     def tasks_of(self, group: Group) -> set[tuple[str, str]]:
         """Id and environment of each task that sessions of a group have named."""
@@ -293,9 +293,9 @@ class RunState:
             self.scoring.queue(session)
             return
         # what one of them says holds for all, which were scored together
-        for other in self.list_answered(group):
-            other.num_unjudged += 1
-            self.scoring.hold_back(other)
+        for answered in self.list_answered(group):
+            answered.num_unjudged += 1
+            self.scoring.hold_back(answered)
         self.queue_group(session.claim)
 
     def note_judgements(self, judgements: Sequence[Judgement]) -> None:
@@ -311,13 +311,13 @@ class RunState:
         self.forget(result.session_id)
         self.ends.note(result.session_id, result.claim, result.report)
         if (claim := result.claim) is None:
-            self.results.keep_external(result)
+            self.results.add_external(result)
             return []
         self._note_outcome(result, claim)
         counted = result_of(result, self.spec.rollout.success)
         self.ledger.finish(claim, counted, result.min_version)
         if self.ledger.is_done(claim):
-            self.results.keep(claim.place, result)
+            self.results.add(claim.place, result)
         elif claim.is_external:
             self._keep_untrained(result)
         return self._end_surplus(claim)
@@ -356,12 +356,12 @@ class RunState:
     def _drop_results(self, index: int) -> list[FinishedSession]:
         """Forget the results of a group; returns them."""
         self.results.cut.pop(index, None)
-        dropped = [self.results.drop(place) for place in self.places_of(index)]
+        dropped = [self.results.drop(slot) for slot in self.slots_of(index)]
         return [result for result in dropped if result is not None]
 
     def _keep_untrained(self, result: FinishedSession) -> None:
         """Keep the result of a session whose agent came by itself and whose group does not count."""
-        self.results.keep_external(result)
+        self.results.add_external(result)
         self.counters["untrained_sessions"] += 1
 
     def _drop(self, session: Session, reason: str) -> Dropped:
@@ -395,7 +395,7 @@ class RunState:
         }
         head: list[RunEvent] = [events.Registered(self.spec.model_copy(update=progress))]
         ended = [*ledger.ended_by.get(last, ()), *ledger.ended]
-        head += [events.Admitted(one.group, one.pick, one.version) for one in ended if one.pick]
+        head += [events.Admitted(group.group, group.pick, group.version) for group in ended if group.pick]
         groups = ledger.groups.values()
         head += [events.Admitted(group.index, group.pick, group.version) for group in groups if group.pick]
         head += map(events.Revoked, sorted(self.revoked_leases))
