@@ -1,18 +1,15 @@
-"""Surroundings of this process: variables (other modules are passed their values), limits."""
+"""The environment variables that this process reads, and the GPUs that it was given. Other modules are passed
+the values of variables."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import resource
 import shutil
 import subprocess
 import tempfile
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 from urllib.parse import urlsplit
 
 from sf_core.import_path import ROOT
@@ -189,63 +186,10 @@ def gpu_memory(number: int) -> int | None:
         return None
 
 
-OPEN_FILES = 4096
-"""Requested limit: sockets count, and a data plane has one for each request that waits."""
-
-
-FEWEST_OPEN_FILES = 1024
-"""Limit below which supervisord refuses to start."""
-
-
 PREFECT_HOME = ("PREFECT_HOME", "where Prefect keeps its database")
 
 
 CACHE_DIR = ("SF_CACHE_DIR", "where policies are kept that were warm-started or downloaded")
-
-
-def raise_open_files() -> None:
-    """Raise the limit on open files of this process and its children to OPEN_FILES, if the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-TRIMMED_BYTES = 1 << 30
-
-
-class _Mallinfo(ctypes.Structure):
-    """struct mallinfo2 of glibc 2.33 (mallinfo(3))."""
-
-    _fields_: ClassVar = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
-            *("uordblks", "fordblks", "keepcost"),
-        )
-    ]
-
-
-def trim_memory() -> None:
-    """Return memory that was freed to the system, if it is more than TRIMMED_BYTES. Workers keep it
-    otherwise, because to take it again costs time (docs/decisions/005). For moments at which what comes next
-    needs far less."""
-    with suppress(AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallinfo2.restype = _Mallinfo
-        if libc.mallinfo2().fordblks > TRIMMED_BYTES:
-            libc.malloc_trim(0)
-
-
-def check_open_files() -> None:
-    """Raises OSError, one sentence, if the limit on open files is too low for a stack."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < FEWEST_OPEN_FILES:
-        raise OSError(
-            f"this process may open {soft} files, but a stack needs {FEWEST_OPEN_FILES}: enter `ulimit -n "
-            f"{OPEN_FILES}`, or raise the hard limit (`nofile` in /etc/security/limits.conf, LimitNOFILE of "
-            "systemd)"
-        )
 
 
 def check_place(folder: Path, variable: str, purpose: str) -> None:

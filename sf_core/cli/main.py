@@ -359,7 +359,8 @@ def _launch(flow: str, config: RunConfig, output: Console = console, **options: 
 @terminal.command_streams()
 def main() -> None:
     from sf_core.import_path import ROOT, import_from, is_another_copy
-    from sf_core.surroundings import dataplane_url, prefect_api_url, raise_open_files, reach_directly
+    from sf_core.process_limits import raise_open_files
+    from sf_core.surroundings import dataplane_url, prefect_api_url, reach_directly
 
     if os.environ.get("_SF_COMPLETE", "").startswith("complete"):
         # a shell shows nothing but the words that fit

@@ -37,12 +37,12 @@ def check_runnable(config: RunConfig) -> None:
 
 def check_surroundings(config: RunConfig) -> None:
     """Raises OSError, one sentence, if the limits or folders of this machine do not allow the run."""
+    from sf_core.process_limits import check_open_files
     from sf_core.scheduling.cluster import scheduler_of
     from sf_core.surroundings import (
         CACHE_DIR,
         PREFECT_HOME,
         cache_dir,
-        check_open_files,
         check_place,
         prefect_api_url,
         prefect_home,

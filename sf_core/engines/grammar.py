@@ -22,14 +22,16 @@ class Vocabulary:
 
     def __init__(self, tokenizer_json: str, stop_ids: Sequence[int]) -> None:
         tokenizer = Tokenizer.from_str(tokenizer_json)
-        self._tokens = LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, stop_ids[0])), eos_token=[*stop_ids])
+        self._tokens = LLTokenizer(
+            TokenizerWrapper(_TokenizerAdapter(tokenizer, stop_ids[0])), eos_token=[*stop_ids]
+        )
         self.num_tokens = self._tokens.vocab_size
-        self._beginning = functools.lru_cache(maxsize=64)(self._compile)
+        self._start_cached = functools.lru_cache(maxsize=64)(self._compile)
 
     def begin(self, grammar: str) -> LLMatcher:
-        """The beginning of an answer. Raises ValueError if the grammar cannot be followed."""
-        # copied in 0.01 ms, compiled in milliseconds
-        return self._beginning(grammar).deep_copy()
+        """A matcher at the beginning of an answer. Raises ValueError if the grammar cannot be followed."""
+        # a copy takes 0.01 ms, to compile takes milliseconds
+        return self._start_cached(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> LLMatcher:
         if fault := LLMatcher.validate_grammar(grammar, self._tokens):
@@ -43,52 +45,53 @@ class Vocabularies:
     def __init__(self, read_tokenizer: Callable[[], bytes]) -> None:
         """`read_tokenizer` returns a tokenizer.json or raises OSError."""
         self._read = read_tokenizer
-        self._made: dict[tuple[int, ...], Vocabulary] = {}
+        self._by_stop_ids: dict[tuple[int, ...], Vocabulary] = {}
 
     def of(self, stop_ids: Sequence[int]) -> Vocabulary:
         """Raises ValueError if no answer with these stop tokens can follow a grammar."""
         key = tuple(stop_ids)
-        if key not in self._made:
+        if key not in self._by_stop_ids:
             if not key:
                 raise ValueError("a grammar needs a stop token, but none was given")
             try:
-                self._made[key] = Vocabulary(self._read().decode(), key)
+                self._by_stop_ids[key] = Vocabulary(self._read().decode(), key)
             except OSError as error:
                 raise ValueError(f"a grammar was given, but the tokenizer cannot be read: {error}") from None
-        return self._made[key]
+        return self._by_stop_ids[key]
 
 
 class Following:
-    """A turn on its way through a grammar. A grammar that becomes too complex to follow ends the answer."""
+    """How far a turn has come in its grammar. A grammar that becomes too complex ends the answer."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: str, sampled: Sequence[int]) -> None:
         """`sampled` are the ids of the turn so far. Raises ValueError if the grammar cannot be followed."""
         self.num_tokens = vocabulary.num_tokens
         self.matcher = vocabulary.begin(grammar)
-        self.take(sampled)
+        self.advance(sampled)
 
-    def take(self, ids: Sequence[int]) -> None:
-        """Go on by sampled tokens. The stop token that ends the answer need not be among them."""
+    def advance(self, ids: Sequence[int]) -> None:
+        """Advance by sampled tokens. The stop token that ends the answer need not be among them."""
         if not self.matcher.is_stopped():
             self.matcher.consume_tokens([*ids])
 
 
-def find_forbidden(answers: Sequence[Following], num_ids: int) -> npt.NDArray[np.bool_]:
+def find_forbidden(states: Sequence[Following], num_ids: int) -> npt.NDArray[np.bool_]:
     """Whether each of `num_ids` tokens must not come next in each of these answers of one vocabulary,
-    [len(answers), num_ids]. Those that no tokenizer knows must not."""
-    num_tokens = answers[0].num_tokens
-    words = allocate_token_bitmask(len(answers), num_tokens)
-    fill_next_token_bitmask_par(_executor(), [(one.matcher, i) for i, one in enumerate(answers)], words)
-    bits = np.unpackbits(np.invert(words).view(np.uint8), axis=1, count=num_ids, bitorder="little")
-    found = bits.view(np.bool_)
-    found[:, num_tokens:] = True
-    return found
+    [len(states), num_ids]. Ids that the tokenizer does not know are forbidden."""
+    num_tokens = states[0].num_tokens
+    # one bit per token, in words of 32 bits
+    words = allocate_token_bitmask(len(states), num_tokens)
+    fill_next_token_bitmask_par(_executor(), [(state.matcher, i) for i, state in enumerate(states)], words)
+    forbidden_bits = np.invert(words).view(np.uint8)
+    forbidden = np.unpackbits(forbidden_bits, axis=1, count=num_ids, bitorder="little").view(np.bool_)
+    forbidden[:, num_tokens:] = True
+    return forbidden
 
 
 _executor = functools.cache(LLExecutor)
 
 
-class _Tokens:
+class _TokenizerAdapter:
     """The protocol of llguidance's TokenizerWrapper."""
 
     bos_token_id = None

@@ -26,13 +26,13 @@ from storage.tensors.weights import DIGEST, FILE_NAME, open_weights
 
 log = logging.getLogger(__name__)
 
-OF_A_VERSION = ("version", DIGEST)
-"""Metadata that a delta would leave wrong."""
+VERSION_METADATA = ("version", DIGEST)
+"""Metadata that a delta does not update."""
 
 
 @dataclass
-class _Copy:
-    place: tempfile.TemporaryDirectory[str]
+class _HostCopy:
+    file_folder: tempfile.TemporaryDirectory[str]
     """Holds the file alone, and goes with it."""
     tensors: TensorBytes
     """The file, mapped."""
@@ -48,23 +48,23 @@ class HostWeights:
         self._links = scratch_folder()
         self.folder = self._links.name
         """Holds model.safetensors of the version that was fetched last. Other files in it are left alone."""
-        self._held: _Copy | None = None
-        self._turn = threading.Lock()
+        self._current: _HostCopy | None = None
+        self._lock = threading.Lock()
         self._is_closed = False
 
     @property
     def version(self) -> int | None:
         """The version that was fetched last."""
-        return None if self._held is None else self._held.version
+        return None if self._current is None else self._current.version
 
     def fetch(self, weights: WeightsRef) -> str:
-        """Have these weights, verified, in the folder, which is returned. They stay until the next fetch,
+        """Store these weights, verified, in the folder, which is returned. They stay until the next fetch,
         which may change the file in place: whatever an engine goes on using, it must have copied.
 
         Raises ValueError, which names the file, if they are damaged or not there, and StorageError if they
         cannot be read; the weights from before then stay."""
         try:
-            with self._turn:
+            with self._lock:
                 self._fetch(weights)
                 return self.folder
         finally:
@@ -77,97 +77,102 @@ class HostWeights:
         self._remove()
 
     def _fetch(self, weights: WeightsRef) -> None:
-        self._refuse_closed()
+        self._check_open()
         header, pieces = open_weights(weights.uri)
-        wanted = header.metadata.get(DIGEST)
-        if wanted is None or not (
-            self._reaches(weights, wanted) or self._takes_shared(weights, header, wanted)
-        ):
-            self._hold(weights, header, pieces)
+        digest = header.metadata.get(DIGEST)
+        if digest is not None:
+            if self._update_in_place(weights, digest):
+                return
+            if self._copy_shared(weights, header, digest):
+                return
+        self._copy_verified(weights, header, pieces)
 
-    def _reaches(self, weights: WeightsRef, wanted: str) -> bool:
-        """Whether the copy has become these weights without reading them whole."""
-        held = self._held
-        if held is None or held.digest is None:
+    def _update_in_place(self, weights: WeightsRef, digest: str) -> bool:
+        """Make the copy these weights without reading them whole. Returns whether it could."""
+        current = self._current
+        if current is None or current.digest is None:
             return False
-        if held.digest == wanted:
-            held.version = weights.version
-        elif held.version == weights.version - 1:
+        if current.digest == digest:
+            current.version = weights.version
+        elif current.version == weights.version - 1:
             try:
                 delta = load_delta(weights.uri)
                 if delta is None:
                     return False
-                before = held.digest
-                held.digest = None
-                delta.apply(held.tensors, before, wanted)
+                before = current.digest
+                current.digest = None
+                delta.apply(current.tensors, before, digest)
             except ValueError as error:
                 log.warning("%s; all of the weights are read instead", error)
                 return False
-            held.version = weights.version
-            held.digest = wanted
-        return held.digest == wanted
+            current.version = weights.version
+            current.digest = digest
+        return current.digest == digest
 
-    def _takes_shared(self, weights: WeightsRef, header: Header, wanted: str) -> bool:
-        """Whether the copy has become these weights by those that a trainer on this host shares."""
-        if (path := shared_memory.find(wanted)) is None:
+    def _copy_shared(self, weights: WeightsRef, header: Header, digest: str) -> bool:
+        """Copy these weights from a trainer on this host that shares them. Returns whether one does."""
+        if (path := shared_memory.find(digest)) is None:
             return False
         try:
             with open(path, "rb") as file:
-                self._hold(weights, header, pieces(file))
-        # the trainer has the next version meanwhile, or its memory is damaged
+                self._copy_verified(weights, header, pieces(file))
+        # the trainer may have replaced the weights by the next version, or its memory is damaged
         except (OSError, ValueError) as error:
             log.warning("%s: %s; the weights are read from storage instead", path, error)
             return False
         return True
 
-    def _hold(self, weights: WeightsRef, header: Header, pieces: Iterable[bytes | memoryview]) -> None:
-        """Have a verified copy of these tensors in the folder. If it is refused, the one before stays."""
+    def _copy_verified(
+        self, weights: WeightsRef, header: Header, pieces: Iterable[bytes | memoryview]
+    ) -> None:
+        """Store a verified copy of these tensors in the folder. If it is refused, the one before stays."""
         uri = join(weights.uri, FILE_NAME)
-        metadata = {key: value for key, value in header.metadata.items() if key not in OF_A_VERSION}
-        front = Header(metadata, header.entries).encode()
-        place = _room_for(len(front) + header.data_bytes, uri)
+        metadata = {key: value for key, value in header.metadata.items() if key not in VERSION_METADATA}
+        header_bytes = Header(metadata, header.entries).encode()
+        file_folder = _allocate_file(len(header_bytes) + header.data_bytes, uri)
         try:
-            path = join(place.name, FILE_NAME)
+            path = join(file_folder.name, FILE_NAME)
             with open(path, "r+b") as file:
-                for piece in chain([front], pieces):
-                    self._refuse_closed()
+                for piece in chain([header_bytes], pieces):
+                    self._check_open()
                     file.write(piece)
                 file.flush()
                 tensors = parse(uri, memoryview(mmap.mmap(file.fileno(), 0)))
             digest = tensors.digest()
             if header.metadata.get(DIGEST, digest) != digest:
                 raise ValueError(f"{uri}: the tensors differ from those that were written")
-            self._show(path)
+            self._link(path)
         except BaseException:
-            place.cleanup()
+            file_folder.cleanup()
             raise
-        before = self._held
-        self._held = _Copy(place, tensors, weights.version, digest)
+        before = self._current
+        self._current = _HostCopy(file_folder, tensors, weights.version, digest)
         if before is not None:
-            before.place.cleanup()
+            before.file_folder.cleanup()
 
-    def _show(self, path: str) -> None:
-        """Have the folder's file be this one, in one step."""
+    def _link(self, path: str) -> None:
+        """Make the folder's file a link to this one, atomically."""
         new = join(self.folder, f".{FILE_NAME}")
         os.symlink(path, new)
         os.replace(new, join(self.folder, FILE_NAME))
 
-    def _refuse_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the copy of the weights on this host is closed")
 
     def _remove(self) -> None:
         """Remove everything, unless a fetch is going on, which does it when it ends."""
-        if self._turn.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             try:
-                for place in (self._links, *([self._held.place] if self._held else [])):
-                    place.cleanup()
-                self._held = None
+                self._links.cleanup()
+                if self._current is not None:
+                    self._current.file_folder.cleanup()
+                self._current = None
             finally:
-                self._turn.release()
+                self._lock.release()
 
 
-def _room_for(num_bytes: int, uri: str) -> tempfile.TemporaryDirectory[str]:
+def _allocate_file(num_bytes: int, uri: str) -> tempfile.TemporaryDirectory[str]:
     """A folder with a file of this size, in shared memory if that has room for it. In containers it often has
     none."""
     for root in (shared_memory.PLACE, tempfile.gettempdir()):

@@ -9,12 +9,13 @@ import torch
 from sf_core.engines.grammar import Following, find_forbidden
 
 
-def mask_forbidden(logits: torch.Tensor, rows: Sequence[int], answers: Sequence[Following]) -> None:
+def mask_forbidden(logits: torch.Tensor, rows: Sequence[int], states: Sequence[Following]) -> None:
     """Set the logits of forbidden tokens to -inf, in these rows of logits [B, V]. All answers are of one
     vocabulary."""
-    mask = torch.from_numpy(find_forbidden(answers, logits.shape[1])).to(logits.device)
-    if [*rows] == [*range(len(logits))]:
+    mask = torch.from_numpy(find_forbidden(states, logits.shape[1])).to(logits.device)
+    has_all_rows = [*rows] == [*range(len(logits))]
+    if has_all_rows:
         logits.masked_fill_(mask, -torch.inf)
     else:
-        # gathered and scattered, which is three times as dear for all of them
+        # gather and scatter, which would be three times as slow for all rows
         logits[rows] = logits[rows].masked_fill(mask, -torch.inf)

@@ -15,7 +15,7 @@ class ResidentEngine:
     def __init__(self, device: WorkerDevice) -> None:
         self._device = device
         self._resting: tuple[Hashable, Engine] | None = None
-        """What the engine was made for, and the engine; None while a lease has it."""
+        """The settings that the engine was made for, and the engine; None while a lease has it."""
 
     @contextmanager
     def lend(self, config: RunConfig, start_dir: str, origin: str = "") -> Iterator[tuple[Engine, bool]]:
@@ -23,22 +23,24 @@ class ResidentEngine:
         this lease, so that its start takes longer than the next ones. It stays if the block succeeds, until a
         run with others wants one; else it is closed."""
         settings = (config.engine, config.emulation, config.policy)
-        wanted = (start_dir, origin, *(part.model_dump_json() for part in settings))
-        if self._resting is not None and self._resting[0] != wanted:
+        key = (start_dir, origin, *(part.model_dump_json() for part in settings))
+        # an engine of other settings makes room for the new one
+        if self._resting is not None and self._resting[0] != key:
             self.close()
-        kept = self._resting
+        resident = self._resting
+        is_new = resident is None
         self._resting = None
-        engine = make_engine(config, start_dir, self._device) if kept is None else kept[1]
+        engine = make_engine(config, start_dir, self._device) if resident is None else resident[1]
         try:
-            yield engine, kept is None
+            yield engine, is_new
         except BaseException:
             engine.close()
             raise
-        self._resting = (wanted, engine)
+        self._resting = (key, engine)
 
     def close(self) -> None:
         """Close the engine that rests here, if any."""
-        kept = self._resting
+        resident = self._resting
         self._resting = None
-        if kept is not None:
-            kept[1].close()
+        if resident is not None:
+            resident[1].close()

@@ -37,7 +37,7 @@ class ScriptedEngine:
     def __init__(self, script: Script, *, max_running: int = 128, tokens_per_step: int = 1) -> None:
         self._script = script
         self.version: int | None = None
-        self._next: int | None = None
+        self._next_version: int | None = None
         """Version that the next step takes."""
         self._paused = False
         self._max_running = max_running
@@ -60,13 +60,13 @@ class ScriptedEngine:
         return [self._turns.pop(r).report(self.version or 0, FinishReason.ABORT) for r in ended]
 
     def take_weights(self, weights: WeightsRef) -> None:
-        self._next = weights.version
+        self._next_version = weights.version
 
     def step(self) -> list[Chunk]:
-        if self._next is not None:
+        if self._next_version is not None:
             chunks = [turn.report(turn.version) for turn in self._turns.values() if turn.unreported]
-            self.version = self._next
-            self._next = None
+            self.version = self._next_version
+            self._next_version = None
             return chunks
         if self.version is None or self._paused:
             return []
@@ -87,7 +87,8 @@ class ScriptedEngine:
 
     def rest(self) -> None:
         self._turns.clear()
-        self.version = self._next = None
+        self.version = None
+        self._next_version = None
 
     def close(self) -> None:
         self.rest()

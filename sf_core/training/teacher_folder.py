@@ -150,7 +150,8 @@ def check_vocabulary(policy: Tokenizer, rows: int, folder: str, setting: str) ->
             )
             raise ValueError(
                 f"{setting}: the vocabulary of {folder} differs from the policy's: id {number} is {token!r} "
-                f"for the policy and {of_teacher} for the teacher; choose a teacher of the policy's family"
+                f"for the policy and {of_teacher} for the teacher; choose a teacher of the policy's "
+                "family"
             )
     if (vocab_size := count_rows(folder)) is not None and vocab_size < rows:
         raise ValueError(

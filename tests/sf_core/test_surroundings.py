@@ -79,7 +79,7 @@ def test_too_few_open_files_are_refused_before_anything_starts(tmp_path: Path) -
 
 def test_a_command_takes_as_many_open_files_as_it_may(tmp_path: Path) -> None:
     program = (
-        "from sf_core.surroundings import check_open_files, raise_open_files\n"
+        "from sf_core.process_limits import check_open_files, raise_open_files\n"
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2048))\n"
         "raise_open_files()\n"

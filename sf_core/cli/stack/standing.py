@@ -22,11 +22,11 @@ from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK, check_free
 from sf_core.import_path import python_module
+from sf_core.process_limits import check_open_files
 from sf_core.surroundings import (
     CACHE_DIR,
     PREFECT_HOME,
     cache_dir,
-    check_open_files,
     check_place,
     prefect_home,
     why_not_writable,

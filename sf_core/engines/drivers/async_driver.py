@@ -1,5 +1,5 @@
-"""The driver of engines that sample by themselves: it lives on the engine's event loop, which runs in the
-thread of the lease, and sends what the engine tells as it is told."""
+"""The driver of engines that sample by themselves: it runs on the engine's event loop, in the
+thread of the lease, and sends each event of the engine as soon as it comes."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ class AsyncDriver(Driver):
 
     def __init__(self, engine: AsyncEngine, *more: Any) -> None:
         super().__init__(engine, *more)
-        engine.tell = self._hear
-        self._due: list[Chunk] = []
-        """Tokens that the data plane is told of at once, or after the pause."""
+        engine.tell = self._on_event
+        self._unsent_chunks: list[Chunk] = []
+        """Tokens to send to the data plane at once, or after the pause."""
         self._recorded_until = time.time()
-        self._has_worked = False
-        """Until when spans tell what it did, and whether it samples since then."""
-        self.failure = self._expect_failure()
-        """Gets what ends this connection, or the lease."""
+        """Unix time up to which spans record the engine's work."""
+        self._was_sampling = False
+        """Whether the engine has been sampling since then."""
+        self.failure = self._new_failure()
+        """Gets the error that ends this connection, or the lease."""
 
     def run(self, act: Callable[[], Any]) -> Any:
         return self.engine.loop.run_until_complete(act())
 
     async def converse(self, line: Line, hello: bytes) -> str:
-        self.failure = self._expect_failure()
-        self._due.clear()
+        self.failure = self._new_failure()
+        self._unsent_chunks.clear()
         with line.open():
             socket = await connect(line.url, **line.options)
         async with socket:
-            # for one socket: it writes at once, in the order of calls
+            # `broadcast` to one socket writes at once, in the order of calls
             self.send = partial(broadcast, [socket])
             self.send(hello)
             frame = wire.read_from_data_plane(await socket.recv())
@@ -63,9 +64,9 @@ class AsyncDriver(Driver):
             except (EngineLostError, StepFailedError) as error:
                 await socket.close(wire.ENGINE_FAILED, wire.fit_reason(str(error)))
                 if isinstance(error, StepFailedError):
-                    # it is started anew, which shows whether it works
+                    # its next start shows whether the engine works
                     await self.engine.rest()
-                    self._awaited = None
+                    self._awaited_weights = None
                 raise
 
     async def handle(self, frame: wire.ToEngine) -> None:
@@ -78,45 +79,45 @@ class AsyncDriver(Driver):
                 await (engine.pause() if is_paused else engine.resume())
             case wire.Abort(request_ids):
                 await engine.abort(request_ids)
-                self._report()
+                self._send_unsent()
             case wire.Yield():
                 await engine.abort()
-                self._report()
+                self._send_unsent()
                 await engine.rest()
                 self.version = None
-        self._follow(frame, received, version)
-        self._report_unless_paused()
-        self._record()
+        self._apply_frame(frame, received, version)
+        self._send_unsent_unless_paused()
+        self._record_work()
 
-    def _expect_failure(self) -> asyncio.Future[None]:
+    def _new_failure(self) -> asyncio.Future[None]:
         failure = self.engine.loop.create_future()
-        # or it would be logged where nobody waits for it any more
+        # an error that nobody retrieves would be logged
         failure.add_done_callback(asyncio.Future.exception)
         return failure
 
-    def _hear(self, event: Event) -> None:
-        """What the engine tells."""
+    def _on_event(self, event: Event) -> None:
+        """Handle an event of the engine."""
         try:
             match event:
                 case Chunk() if self._is_welcome:
-                    if not self._due:
-                        # with all that is told before
-                        self.engine.loop.call_soon(self._report_unless_paused)
-                    self._due.append(event)
+                    if not self._unsent_chunks:
+                        # one frame carries all tokens that come until the loop is idle
+                        self.engine.loop.call_soon(self._send_unsent_unless_paused)
+                    self._unsent_chunks.append(event)
                 case WeightsRef(version) if version != self.version:
                     # what the former weights sampled, before the new version
-                    self._report()
-                    self._record()
+                    self._send_unsent()
+                    self._record_work()
                     before = self.version
                     self.version = version
-                    self._tell_updated(before, time.time(), event)
-                    self._record()
+                    self._send_updated(before, time.time(), event)
+                    self._record_work()
                 case WeightsRefusedError():
-                    self._tell_refused(event)
+                    self._send_refused(event)
                 case Exception():
                     is_sampling = self.version is not None and self.engine.num_requests > 0
                     self.version = None
-                    self._due.clear()
+                    self._unsent_chunks.clear()
                     if is_sampling and not isinstance(event, EngineLostError):
                         raise StepFailedError(explain(event)) from event
                     raise event
@@ -124,46 +125,46 @@ class AsyncDriver(Driver):
             if not self.failure.done():
                 self.failure.set_exception(error)
 
-    def _report_unless_paused(self) -> None:
+    def _send_unsent_unless_paused(self) -> None:
         if not self._is_paused:
-            self._report()
+            self._send_unsent()
 
-    def _report(self) -> None:
-        chunks = self._due
-        self._due = []
-        self._record(num_tokens(chunks))
-        self._tell_chunks(chunks)
+    def _send_unsent(self) -> None:
+        chunks = self._unsent_chunks
+        self._unsent_chunks = []
+        self._record_work(num_tokens(chunks))
+        self._send_chunks(chunks)
 
-    def _record(self, tokens: int = 0) -> None:
-        """Have spans tell what it did until now, and that it sampled so many tokens."""
+    def _record_work(self, tokens: int = 0) -> None:
+        """Record the engine's work until now as a span, with the number of tokens that it sampled."""
         now = time.time()
         if self.version is not None:
-            if self._has_worked:
+            if self._was_sampling:
                 self._spans.add_work(self._recorded_until, now, self.version, tokens)
             else:
-                self._spans.give_back(tokens, self.version)
+                self._spans.add_late_tokens(tokens, self.version)
         self._recorded_until = now
-        self._has_worked = not self._is_idle
-        if self._awaited is not None:
-            self._spans.note_load(self._is_idle)
+        self._was_sampling = not self._is_idle
+        if self._awaited_weights is not None:
+            self._spans.record_load(self._is_idle)
 
     async def _next_frame(self, socket: Connection) -> wire.ToEngine:
-        """The next frame. Raises what the engine tells meanwhile that ends it."""
-        coming = asyncio.ensure_future(socket.recv())
+        """The next frame. Raises the engine's failure if that comes first."""
+        next_frame = asyncio.ensure_future(socket.recv())
         try:
-            first: list[asyncio.Future[Any]] = [coming, self.failure]
+            first: list[asyncio.Future[Any]] = [next_frame, self.failure]
             while not (await asyncio.wait(first, timeout=MAX_SPAN_S, return_when="FIRST_COMPLETED"))[0]:
-                if self._has_worked:
-                    self._record()
+                if self._was_sampling:
+                    self._record_work()
                 else:
                     self._spans.end_work()
             if self.failure.done():
                 self.failure.result()
-            frame = wire.read_from_data_plane(coming.result())
+            frame = wire.read_from_data_plane(next_frame.result())
         finally:
-            coming.cancel()
-        if self._has_worked:
-            self._record()
-        elif self._awaited is None and self.version is not None:
+            next_frame.cancel()
+        if self._was_sampling:
+            self._record_work()
+        elif self._awaited_weights is None and self.version is not None:
             self._spans.add_wait(self._recorded_until, self._is_paused)
         return frame

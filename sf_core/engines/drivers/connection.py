@@ -1,5 +1,6 @@
-"""How an engine reaches the data plane: where its WebSocket is, how it is opened, and what its failures mean.
-Both drivers use it."""
+"""How an engine reaches the data plane: the address of the WebSocket, how it is opened, and the errors that
+its failures are.
+Both drivers use this module."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ HEARTBEAT_S = 20.0
 """Both ends send a ping this often and give up on the other when no pong comes for as long again. Pongs do
 not wait for steps, so that a long step or the loading of weights does not look like silence."""
 
-NOT_NOW = {408, 429, *range(500, 600)}
-"""Statuses of a data plane, or of a proxy before it, after which an engine tries again."""
+RETRYABLE_STATUSES = {408, 429, *range(500, 600)}
+"""HTTP statuses of a data plane, or of a proxy before it, after which an engine tries again."""
 
 
 class Line:
@@ -25,29 +26,38 @@ class Line:
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.replace("http", "ws", 1).rstrip("/") + "/engines"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # max_queue: read on while the engine works, or pings would wait behind frames; what is in flight at
-        # an engine is bounded, so what can queue up here is too
-        unset = dict.fromkeys(("proxy", "compression", "max_size", "max_queue"))
-        times = dict.fromkeys(("ping_interval", "ping_timeout", "open_timeout"), HEARTBEAT_S)
-        self.options: dict[str, Any] = {"additional_headers": headers, "close_timeout": 1.0, **unset, **times}
+        # no max_queue: frames are read while the engine works, or pings would wait behind them; the requests
+        # at an engine are bounded, so the queue is too
+        self.options: dict[str, Any] = {
+            "additional_headers": headers,
+            "proxy": None,
+            "compression": None,
+            "max_size": None,
+            "max_queue": None,
+            "open_timeout": HEARTBEAT_S,
+            "ping_interval": HEARTBEAT_S,
+            "ping_timeout": HEARTBEAT_S,
+            "close_timeout": 1.0,
+        }
         """Options of websockets' `connect`."""
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Around the call that connects: raises ConnectionError if nobody is there, or has no room now."""
+        """Surround the call that connects. Raises ConnectionError if no data plane answers, or if it has no
+        room now."""
         try:
             yield
         except InvalidStatus as error:
-            if error.response.status_code not in NOT_NOW:
+            if error.response.status_code not in RETRYABLE_STATUSES:
                 raise
-            told = bytes(error.response.body or b"").decode(errors="replace")[:200]
-            raise ConnectionError(f"data plane at {self.url}: {error}: {told}") from error
+            body = bytes(error.response.body or b"").decode(errors="replace")[:200]
+            raise ConnectionError(f"data plane at {self.url}: {error}: {body}") from error
         except (OSError, InvalidMessage) as error:
             raise ConnectionError(f"data plane at {self.url}: {error}") from error
 
     def explain(self, error: ConnectionClosed) -> Exception:
-        """What the end of a connection means: a ConnectionError, after which it is made again, or a
-        ValueError, because of what the engine sent."""
+        """The error to raise for a connection that has ended: a ConnectionError, after which the engine
+        connects again, or a ValueError, because of a frame that the engine sent."""
         if error.rcvd is not None and error.rcvd.code == wire.BAD_FRAME:
             return ValueError(f"the data plane dropped this engine: {error.rcvd.reason}")
         return ConnectionError(f"data plane at {self.url}: {error}")

@@ -1,5 +1,5 @@
-"""What both drivers do: they serve a lease over as many connections as it takes, and follow the data plane's
-frames. They decide nothing: the data plane routes, pauses and revokes; the engine samples.
+"""What both drivers do: they serve a lease over as many connections as necessary, and do what the data
+plane's frames say. They decide nothing: the data plane routes, pauses and revokes; the engine samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Driver(ABC):
-    """One engine under one lease: what it does with each frame, and what it tells of itself."""
+    """One engine under one lease: it does what each frame says, and reports to the data plane."""
 
     def __init__(
         self, engine: Any, recorder: Recorder | None = None, on_ready: Callable[[], None] = lambda: None
@@ -31,15 +31,16 @@ class Driver(ABC):
         self.engine = engine
         self._on_ready = on_ready
         self.send: Callable[[bytes], object]
-        """Sends a frame to the data plane, over the connection that there is."""
+        """Sends a frame to the data plane, over the current connection."""
         self._spans = Spans(recorder or NoRecorder())
-        self._awaited: WeightsRef | None = None
-        """Weights that the engine fetches."""
+        self._awaited_weights: WeightsRef | None = None
+        """Weights that the engine is fetching."""
         self._welcome_version = 0
         """Version without which the data plane gives it no requests over this connection."""
-        self._is_welcome = self._is_paused = False
-        self._alone_since = time.monotonic()
-        """Monotonic time since which no data plane has welcomed it."""
+        self._is_welcome = False
+        self._is_paused = False
+        self._disconnected_since = time.monotonic()
+        """Monotonic time since which no data plane has welcomed the engine."""
 
     @property
     @abstractmethod
@@ -59,7 +60,7 @@ class Driver(ABC):
             # an engine that cannot read its weights raises OSError too: that must end the lease
             retry=retry_if_exception_type(ConnectionError),
             wait=wait_random_exponential(multiplier=0.05, max=2.0),
-            stop=lambda _: time.monotonic() - self._alone_since > patience_s,
+            stop=lambda _: time.monotonic() - self._disconnected_since > patience_s,
             reraise=True,
         )
         try:
@@ -75,7 +76,7 @@ class Driver(ABC):
             raise line.explain(error) from error
         except EngineLostError as error:
             log.warning("engine %s was lost and is restarted: %s", hello.engine_id, error)
-            self._awaited = None
+            self._awaited_weights = None
             raise
         except StepFailedError as error:
             log.error("engine %s failed at its requests and goes on: %s", hello.engine_id, error)
@@ -83,7 +84,7 @@ class Driver(ABC):
         finally:
             if self._is_welcome:
                 self._is_welcome = False
-                self._alone_since = time.monotonic()
+                self._disconnected_since = time.monotonic()
             self._spans.end_work()
             # the data plane lets other engines continue what this connection carried
             self.run(self.engine.abort)
@@ -92,32 +93,32 @@ class Driver(ABC):
     def _is_idle(self) -> bool:
         return self._is_paused or not self.engine.num_requests
 
-    def _follow(self, frame: wire.ToEngine, received: float, version: int | None) -> None:
-        """Do the rest of what a frame says, after the engine was told of a pause, an abort or its rest. It
-        came at `received` to an engine that held `version`."""
+    def _apply_frame(self, frame: wire.ToEngine, received: float, version: int | None) -> None:
+        """Do the rest of what a frame says, once the engine itself has paused, aborted or rested. The frame
+        came at `received`, when the engine had `version`."""
         match frame:
             case wire.Welcome(weights, is_paused):
                 self._is_welcome = True
                 self._is_paused = is_paused
                 self._welcome_version = weights.version
                 if version is not None:
-                    self._tell(wire.Updated(version))
+                    self._send_frame(wire.Updated(version))
                 self._take_weights(weights)
             case wire.Submit():
-                self._spans.told_to_stop = None
+                self._spans.aborted_at = None
                 for request in frame.whole_requests():
                     self._submit(request)
             case wire.Abort(request_ids=None):
-                self._spans.told_to_stop = received
+                self._spans.aborted_at = received
             case wire.Update(weights):
                 self._take_weights(weights)
             case wire.Pause(is_paused):
                 self._is_paused = is_paused
                 if is_paused:
-                    self._tell(wire.EnginePaused())
+                    self._send_frame(wire.EnginePaused())
             case wire.Yield() if self._is_welcome:
                 self._spans.end_lease(received, version)
-                self._tell(wire.Yielded())
+                self._send_frame(wire.Yielded())
 
     def _submit(self, request: GenerationRequest) -> None:
         try:
@@ -126,42 +127,43 @@ class Driver(ABC):
             # the data plane then refuses this request; others may be served
             log.error("this engine cannot serve a request: %s", error)
             assert self.version is not None
-            self._tell_chunks([Chunk.failed(request.request_id, self.version, explain(error))])
+            self._send_chunks([Chunk.failed(request.request_id, self.version, explain(error))])
 
     def _take_weights(self, weights: WeightsRef) -> None:
-        if self.version != weights.version and self._awaited != weights:
-            self._awaited = weights
-            self._spans.loads_since = time.time() if self.version is None else None
+        if self.version != weights.version and self._awaited_weights != weights:
+            self._awaited_weights = weights
+            self._spans.loading_since = time.time() if self.version is None else None
             self.engine.take_weights(weights)
 
-    def _tell(self, frame: wire.Frame) -> None:
+    def _send_frame(self, frame: wire.Frame) -> None:
         self.send(wire.pack(frame))
 
-    def _tell_chunks(self, chunks: list[Chunk]) -> None:
+    def _send_chunks(self, chunks: list[Chunk]) -> None:
         if chunks:
-            self._tell(wire.Chunks(chunks))
+            self._send_frame(wire.Chunks(chunks))
 
-    def _tell_updated(self, before: int | None, started: float, held: WeightsRef | None) -> None:
-        """Tell that the engine, which held `before`, has new weights, from work that began at `started`:
-        those that it fetched, unless others are `held`."""
+    def _send_updated(self, before: int | None, started: float, held: WeightsRef | None) -> None:
+        """Report that the engine, which had version `before`, has new weights since work that began at
+        `started`: the awaited ones, unless `held` names others."""
         assert self.version is not None
         self._spans.end_load(before, self.version, started)
-        if held is None or held == self._awaited:
-            self._awaited = None
-        self._tell(wire.Updated(self.version))
+        if held is None or held == self._awaited_weights:
+            self._awaited_weights = None
+        self._send_frame(wire.Updated(self.version))
         if before is None:
             self._on_ready()
         else:
             self._spans.recorder.flush()
 
-    def _tell_refused(self, error: WeightsRefusedError) -> None:
+    def _send_refused(self, error: WeightsRefusedError) -> None:
         """Raises the error if the data plane has no use for an engine without these weights."""
-        assert self._awaited is not None and self.version is not None
+        assert self._awaited_weights is not None and self.version is not None
         if self.version < self._welcome_version:
             raise error
-        log.error("this engine refuses the weights of version %d: %s", self._awaited.version, error)
-        self._tell(wire.Refused(self._awaited.version, str(error)))
-        self._awaited = self._spans.loads_since = None
+        log.error("this engine refuses the weights of version %d: %s", self._awaited_weights.version, error)
+        self._send_frame(wire.Refused(self._awaited_weights.version, str(error)))
+        self._awaited_weights = None
+        self._spans.loading_since = None
 
 
 def explain(error: Exception) -> str:

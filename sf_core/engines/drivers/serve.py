@@ -1,4 +1,4 @@
-"""What a rollout lease runs: an engine in the hands of its driver."""
+"""What a rollout lease runs: an engine, served by its driver."""
 
 from __future__ import annotations
 

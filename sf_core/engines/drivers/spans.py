@@ -38,16 +38,17 @@ class Spans:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.told_to_stop: float | None = None
+        self.aborted_at: float | None = None
         """Unix time at which all requests were aborted, as the data plane does before it takes the device."""
-        self.loads_since: float | None = None
+        self.loading_since: float | None = None
         """Unix time since which the engine has nothing to do but to fetch weights."""
         self._span: tuple[float, float] | None = None
-        self._version = self._tokens = 0
+        self._version = 0
+        self._tokens = 0
         self._has_sampled = False
 
     def add_work(self, start: float, end: float, version: int, tokens: int) -> None:
-        if self._span is None or not self._goes_on(start, version):
+        if self._span is None or not self._continues_span(start, version):
             self.end_work()
             self._span = (start, end)
             self._version = version
@@ -57,8 +58,8 @@ class Spans:
             self._has_sampled = True
             self.end_work()
 
-    def give_back(self, tokens: int, version: int) -> None:
-        """Add tokens of earlier work that was not told of, because their requests were aborted before."""
+    def add_late_tokens(self, tokens: int, version: int) -> None:
+        """Add tokens of earlier work that were reported only when their requests were aborted."""
         if tokens:
             now = time.time()
             self.add_work(now, now, version, tokens)
@@ -69,19 +70,19 @@ class Spans:
         self._span = None
         self._tokens = 0
 
-    def note_load(self, is_idle: bool) -> None:
-        """Weights are on their way. Fetching them beside sampling is no time of its own."""
+    def record_load(self, is_idle: bool) -> None:
+        """Weights are being fetched. Only an idle engine spends time of its own on that."""
         if not is_idle:
-            self.loads_since = None
-        elif self.loads_since is None:
+            self.loading_since = None
+        elif self.loading_since is None:
             self.end_work()
-            self.loads_since = time.time()
+            self.loading_since = time.time()
 
     def end_load(self, before: int | None, version: int, started: float) -> None:
-        """The engine, which held `before`, holds `version` since a piece of work that began at `started`."""
+        """The engine, which had version `before`, has `version` since work that began at `started`."""
         self.end_work()
-        since = self.loads_since or started
-        self.loads_since = None
+        since = self.loading_since or started
+        self.loading_since = None
         self.recorder.add("moving", _label_load(before), since, time.time(), version=version)
 
     def add_wait(self, since: float, is_paused: bool) -> None:
@@ -91,17 +92,17 @@ class Spans:
             self.end_work()
             self.recorder.add("wait", "the end of a pause" if is_paused else "requests", since, now)
 
-    def end_lease(self, told: float, version: int | None) -> None:
-        """The engine, which held `version`, has yielded as it was told to."""
-        told = self.told_to_stop or told
-        if self.loads_since is not None:
-            self.recorder.add("moving", _label_load(version), self.loads_since, told)
+    def end_lease(self, asked_at: float, version: int | None) -> None:
+        """The engine, which had `version`, has yielded, as it was asked to."""
+        asked_at = self.aborted_at or asked_at
+        if self.loading_since is not None:
+            self.recorder.add("moving", _label_load(version), self.loading_since, asked_at)
         self.end_work()
-        self.recorder.add("moving", "yield", told, time.time(), version=version)
+        self.recorder.add("moving", "yield", asked_at, time.time(), version=version)
 
-    def _goes_on(self, start: float, version: int) -> bool:
+    def _continues_span(self, start: float, version: int) -> bool:
         assert self._span is not None
-        # 0: the clock may have been set back
+        # a negative duration means that the clock was set back
         is_close = start - self._span[1] < BUSY_GAP_S
         is_short = 0 <= start - self._span[0] < MAX_SPAN_S
         return is_close and is_short and version == self._version

@@ -19,11 +19,11 @@ from sf_core.types import GenerationRequest, Sampling
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 0.005
-"""How often an engine with nothing to sample is asked whether its weights are there."""
+LOADING_POLL_S = 0.005
+"""Interval of steps of an engine that is idle and waits for weights."""
 
 _PROBE_STEPS = 4
-"""Steps in which an engine must sample one token, to show that it works."""
+"""Number of steps in which an engine must sample one token, to show that it works."""
 
 
 class StepDriver(Driver):
@@ -35,8 +35,8 @@ class StepDriver(Driver):
 
     @property
     def has_work(self) -> bool:
-        """Whether it is to step: it samples, or fetches weights."""
-        return self._awaited is not None or not self._is_idle
+        """Whether the engine is to step: it samples, or fetches weights."""
+        return self._awaited_weights is not None or not self._is_idle
 
     def run(self, act: Callable[[], Any]) -> Any:
         return act()
@@ -53,9 +53,9 @@ class StepDriver(Driver):
                     self.handle(frame)
                     if isinstance(frame, wire.Yield):
                         return frame.reason
-                    while (coming := self._next_frame(socket)) is None:
+                    while (next_frame := self._next_frame(socket)) is None:
                         self.step()
-                    frame = coming
+                    frame = next_frame
             except (EngineLostError, StepFailedError) as error:
                 socket.close(wire.ENGINE_FAILED, wire.fit_reason(str(error)))
                 raise
@@ -71,12 +71,12 @@ class StepDriver(Driver):
             case wire.Abort(request_ids):
                 chunks = engine.abort(request_ids)
                 if version is not None:
-                    self._spans.give_back(num_tokens(chunks), version)
-                self._tell_chunks(chunks)
+                    self._spans.add_late_tokens(num_tokens(chunks), version)
+                self._send_chunks(chunks)
             case wire.Yield():
-                self._tell_chunks(engine.abort())
+                self._send_chunks(engine.abort())
                 engine.rest()
-        self._follow(frame, received, version)
+        self._apply_frame(frame, received, version)
 
     def step(self) -> None:
         """Let the engine step, and report what it sampled or that it holds new weights."""
@@ -86,31 +86,31 @@ class StepDriver(Driver):
         try:
             chunks = self.engine.step()
         except WeightsRefusedError as error:
-            return self._tell_refused(error)
+            return self._send_refused(error)
         except EngineLostError:
             raise
         except Exception as error:
-            if before is None or is_idle or not self._still_samples():
+            if before is None or is_idle or not self._can_still_sample():
                 raise
             raise StepFailedError(explain(error)) from error
         if self.version == before:
             if before is not None and not is_idle:
                 self._spans.add_work(started, time.time(), before, num_tokens(chunks))
-            return self._tell_chunks(chunks)
+            return self._send_chunks(chunks)
         if before is not None:
-            self._spans.give_back(num_tokens(chunks), before)
+            self._spans.add_late_tokens(num_tokens(chunks), before)
         # what the former weights sampled, before the new version
-        self._tell_chunks(chunks)
-        self._tell_updated(before, started, None)
+        self._send_chunks(chunks)
+        self._send_updated(before, started, None)
 
-    def _still_samples(self) -> bool:
+    def _can_still_sample(self) -> bool:
         """Whether the engine, after a step that failed, samples for a request that is known to be sound."""
         engine = self.engine
         probe = GenerationRequest("probe", [0], 0, 1, (), Sampling(temperature=0.0))
         try:
             engine.abort()
             engine.submit(probe)
-            # the first of them may take new weights
+            # the first step may take new weights and sample nothing
             return any(engine.step() for _ in range(_PROBE_STEPS))
         except Exception:
             log.exception("the engine cannot sample any more")
@@ -120,15 +120,19 @@ class StepDriver(Driver):
 
     def _next_frame(self, socket: Connection) -> wire.ToEngine | None:
         """The next frame; None if there is none and the engine has something to do meanwhile."""
-        loads = self._awaited is not None
+        is_loading = self._awaited_weights is not None
         is_idle = self._is_idle
-        if loads:
-            self._spans.note_load(is_idle)
+        if is_loading:
+            self._spans.record_load(is_idle)
         started = time.time()
         try:
-            frame = socket.recv(timeout=(LOOK_AGAIN_S if loads else BUSY_GAP_S) if is_idle else 0)
+            # a busy engine does not wait for frames
+            timeout_s = 0.0
+            if is_idle:
+                timeout_s = LOADING_POLL_S if is_loading else BUSY_GAP_S
+            frame = socket.recv(timeout=timeout_s)
         except TimeoutError:
-            if loads or not is_idle:
+            if is_loading or not is_idle:
                 return None
             self._spans.end_work()
             frame = socket.recv()

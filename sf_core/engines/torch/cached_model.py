@@ -35,7 +35,7 @@ class CachedModel(Protocol):
 
     @property
     def remake(self) -> Callable[[CopiedParams], CachedModel]:
-        """Makes the same model of other parameters of these names and shapes; holds no parameters itself."""
+        """Makes the same model of other parameters of these names and shapes; refers to no parameters."""
         ...
 
     def take_factors(self, factors: Factors) -> None:
@@ -65,23 +65,23 @@ def open_model(
     whatever `check` raises, which is called between tensors."""
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     check_context(config.to_dict(), context_length)
-    # its tensors are those of the mapped file
-    mapped = load_model(
+    # its tensors are views of the mapped file
+    mapped_model = load_model(
         AutoModelForCausalLM,
         weights_dir,
         config=config,
-        # the engine draws by itself; by default the file is looked for beside the weights
+        # the engine samples by itself; by default transformers looks for the file beside the weights
         generation_config=GenerationConfig(),
         dtype=dtype,
     )
-    mapped.requires_grad_(False)
-    saved = unmap_params(mapped)
+    mapped_model.requires_grad_(False)
+    saved = unmap_params(mapped_model)
     shapes = {name: tensor.shape for name, tensor in saved.items()}
     params = CopiedParams(shapes, saved.__getitem__, dtype, device, check)
-    spec = decoder_spec(mapped.config, context_length)
+    spec = decoder_spec(mapped_model.config, context_length)
     if spec is not None:
         return DecoderModel(params, spec)
-    return TransformersModel.of(mapped, params, context_length)
+    return TransformersModel.from_model(mapped_model, params, context_length)
 
 
 class DecoderModel:
@@ -113,8 +113,8 @@ class DecoderModel:
             keys = for_every_head(keys, num_heads)
             values = for_every_head(values, num_heads)
             queries = q.unflatten(0, rows).transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(queries, keys, values, bias)
-            return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+            attended = F.scaled_dot_product_attention(queries, keys, values, bias)
+            return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
         self._decoder.run(ids.flatten(), placement.positions.flatten(), attend)
 
@@ -122,7 +122,7 @@ class DecoderModel:
         spec = self._spec
         num_rows = ids.shape[0]
         placement = cache.place(None, starts, 1)
-        mix = _small_products if self._has_small_products else F.scaled_dot_product_attention
+        attention = _small_products if self._has_small_products else F.scaled_dot_product_attention
         dtype = torch.float32 if self._has_small_products else self._decoder.embedding.dtype
         bias = placement.bias(dtype).unsqueeze(1)
         if self._has_small_products:
@@ -133,7 +133,7 @@ class DecoderModel:
             # heads that share keys and values are as further queries of one head
             queries = q.reshape(num_rows, spec.num_kv_heads, -1, spec.head_dim)
             keys, values = cache.read(layer, placement)
-            return mix(queries, keys, values, bias).reshape(num_rows, -1)
+            return attention(queries, keys, values, bias).reshape(num_rows, -1)
 
         hidden = self._decoder.run(ids, placement.positions.flatten(), attend)
         return self._decoder.head(hidden)

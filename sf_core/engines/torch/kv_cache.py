@@ -13,10 +13,10 @@ from sf_core.models.cache_size import layer_elements
 _BLOCK = 16
 """Capacities and spans are multiples of this many positions."""
 
-_PIECES = 8
-"""Number of steps in which one layer is moved."""
+_MOVE_STEPS = 8
+"""Number of steps in which the sequences of one layer are moved."""
 
-_SWAPPED_TOKENS = 32_768
+_MAX_SWAPPED_TOKENS = 32_768
 """Most tokens that are held twice while slots are exchanged."""
 
 
@@ -34,7 +34,7 @@ class Placement:
     slots: torch.Tensor | None
     """[n]; None: slots 0 to n-1, whose cache is then read without a copy."""
     positions: torch.Tensor
-    """[n, T], each token's place in its sequence."""
+    """[n, T], each token's position in its sequence."""
     flat_index: torch.Tensor
     """[n * T * kv_heads] into the cache viewed as rows of head_dim."""
     span: int
@@ -77,10 +77,12 @@ class KVCache:
     def fit(self, length: int) -> None:
         """Make room for sequences of this length; give room back if less than half is needed."""
         capacity = min(_round_up(length), self._length) if self._is_compact else self._length
-        if self._capacity // 2 < capacity <= self._capacity:
+        fits = capacity <= self._capacity
+        is_half_used = capacity > self._capacity // 2
+        if fits and is_half_used:
             return
-        if capacity > self._capacity:
-            # by an eighth at least, or long sequences would be moved all the time
+        if not fits:
+            # grow by an eighth at least, or long sequences would be moved all the time
             capacity = max(capacity, min(_round_up(self._capacity * 9 // 8), self._length))
         for memory in self._memory:
             self._move(memory.view(-1, self._shape.head_dim), capacity)
@@ -91,17 +93,19 @@ class KVCache:
         """Move a layer's sequences, rows of head_dim, so that they begin `capacity` rows apart, in place: a
         piece at a time, from the side on which there is room."""
         old = self._capacity
-        kept = min(capacity, self._capacity)
-        count = 2 * self._num_slots * self._shape.num_kv_heads
-        piece = -(-count // _PIECES)
-        begins = range(0, count, piece)
+        num_kept = min(capacity, self._capacity)
+        # keys and values of each head of each slot
+        num_sequences = 2 * self._num_slots * self._shape.num_kv_heads
+        per_step = math.ceil(num_sequences / _MOVE_STEPS)
+        begins = range(0, num_sequences, per_step)
+        # sequences that move apart are moved from the last one on, or they would overwrite each other
         for begin in reversed(begins) if capacity > old else begins:
-            end = min(begin + piece, count)
-            source = rows[begin * old : end * old].unflatten(0, (end - begin, old))[:, :kept].clone()
+            end = min(begin + per_step, num_sequences)
+            source = rows[begin * old : end * old].unflatten(0, (end - begin, old))[:, :num_kept].clone()
             target = rows[begin * capacity : end * capacity].unflatten(0, (end - begin, capacity))
-            target[:, :kept] = source
-            # Masked positions are multiplied by 0, which only finite values survive.
-            target[:, kept:] = 0
+            target[:, :num_kept] = source
+            # attention multiplies masked positions by 0, and 0 times infinity or NaN is NaN
+            target[:, num_kept:] = 0
 
     def _view_layers(self) -> None:
         shape = 2, self._num_slots, self._shape.num_kv_heads, self._capacity, self._shape.head_dim
@@ -149,18 +153,18 @@ class KVCache:
             layer[:, targets, :, :length] = layer[:, source : source + 1, :, :length]
 
     def clear(self, slots: list[int]) -> None:
-        """Forget all positions of these slots."""
+        """Set all positions of these slots to zero."""
         for layer in self._layers:
             layer[:, slots] = 0
 
     def swap(self, a: list[int], b: list[int], length: int) -> None:
         """Exchange the first `length` positions of slots a[i] and b[i]."""
-        at_once = max(1, _SWAPPED_TOKENS // (2 * length))
-        for i in range(0, len(a), at_once):
-            here = a[i : i + at_once]
-            there = b[i : i + at_once]
+        slots_per_swap = max(1, _MAX_SWAPPED_TOKENS // (2 * length))
+        for i in range(0, len(a), slots_per_swap):
+            first = a[i : i + slots_per_swap]
+            second = b[i : i + slots_per_swap]
             for layer in self._layers:
-                layer[:, here + there, :, :length] = layer[:, there + here, :, :length]
+                layer[:, first + second, :, :length] = layer[:, second + first, :, :length]
 
 
 def _round_up(length: int) -> int:

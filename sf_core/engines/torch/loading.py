@@ -20,8 +20,8 @@ from sf_core.types import WeightsRef
 from storage.files import local_folder
 from storage.tensors.weights import WEIGHT_FILES
 
-_COPY_FACTOR = 1.5
-"""Memory of a model and of making it over that of its parameters: a tied head is a tensor of its own."""
+_MODEL_MEMORY_FACTOR = 1.5
+"""Memory that making a model takes, per byte of its parameters: a tied head becomes a tensor of its own."""
 
 Make = Callable[[], CachedModel]
 
@@ -30,9 +30,10 @@ Make = Callable[[], CachedModel]
 class Arrival:
     version: int
     make: Make | None
-    """Returns the model: at once if there was room to make it beside the old one. None: that one stays."""
+    """Returns the new model, which is made already if there was room for it beside the old one. None: the old
+    model stays."""
     factors: Factors | None = None
-    """What the model is to add to its weights."""
+    """The factors of the adapter that the model adds to its weights."""
 
 
 class _CancelledError(Exception):
@@ -40,7 +41,7 @@ class _CancelledError(Exception):
 
 
 class Loader:
-    """Fetches weights and makes models of them. Those that were asked for last count."""
+    """Fetches weights and makes models of them. New weights replace those that are still being loaded."""
 
     def __init__(
         self,
@@ -57,45 +58,45 @@ class Loader:
         self._dtype = dtype
         self._device = device
         self._adapters = None if adapter_dir is None else AdapterVersions(adapter_dir)
-        self._host = HostWeights()
-        # a new thread would not take over how many threads compute
-        self._thread = ThreadPoolExecutor(
+        self._host_weights = HostWeights()
+        # torch's number of threads is set per thread, and a new thread does not inherit it
+        self._executor = ThreadPoolExecutor(
             1, "sf-weights", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
         self._cancelled = threading.Event()
-        self._coming: Future[Arrival] | None = None
+        self._pending: Future[Arrival] | None = None
 
-    def begin(self, weights: WeightsRef, held: CachedModel | None) -> None:
-        """Begin to make a model of these weights, to replace the one that is held."""
+    def begin(self, weights: WeightsRef, current: CachedModel | None) -> None:
+        """Begin to make a model of these weights, to replace the current one."""
         self.cancel()
         self._cancelled = threading.Event()
-        # not the model itself: its memory must be free when the engine lets go of it
-        like = None if held is None else (held.params_shapes, held.remake)
-        self._coming = self._thread.submit(self._prepare, weights, like, self._cancelled)
+        # without a reference to the model, whose memory must be free once the engine drops the model
+        template = None if current is None else (current.params_shapes, current.remake)
+        self._pending = self._executor.submit(self._prepare, weights, template, self._cancelled)
 
     def arrival(self) -> Arrival | None:
-        """What was begun last, once it is there. Raises, once, what made it fail."""
-        if self._coming is None or not self._coming.done():
+        """The weights that were begun last, once they are loaded. Raises, once, the error of loading them."""
+        if self._pending is None or not self._pending.done():
             return None
-        coming = self._coming
-        self._coming = None
-        return coming.result()
+        pending = self._pending
+        self._pending = None
+        return pending.result()
 
     def cancel(self) -> None:
-        """Forget what was begun. Its memory is free as soon as the tensor that is on its way is there."""
+        """Give up the weights that were begun. Their memory is free as soon as the current tensor is read."""
         self._cancelled.set()
-        self._coming = None
+        self._pending = None
 
     def close(self) -> None:
         self.cancel()
-        self._thread.submit(self._host.close)
-        self._thread.shutdown(wait=False)
+        self._executor.submit(self._host_weights.close)
+        self._executor.shutdown(wait=False)
 
     @torch.inference_mode()
     def _prepare(
         self,
         weights: WeightsRef,
-        like: tuple[dict[str, torch.Size], Callable[[CopiedParams], CachedModel]] | None,
+        template: tuple[dict[str, torch.Size], Callable[[CopiedParams], CachedModel]] | None,
         cancelled: threading.Event,
     ) -> Arrival:
         def check() -> None:
@@ -104,16 +105,16 @@ class Loader:
 
         check()
         factors = None
-        whole = weights
+        full_weights = weights
         if self._adapters is not None:
             factors = read_factors(self._adapters, weights.uri, self._dtype, self._device)
-            if like is not None:
+            if template is not None:
                 return Arrival(weights.version, None, factors)
-            whole = WeightsRef(0, self._model_dir)
+            full_weights = WeightsRef(0, self._model_dir)
         check()
-        folder = self._host.fetch(whole)
+        folder = self._host_weights.fetch(full_weights)
         check()
-        if like is None:
+        if template is None:
             model = open_model(
                 local_folder(self._model_dir, exclude=WEIGHT_FILES),
                 folder,
@@ -123,10 +124,10 @@ class Loader:
                 check=check,
             )
             return Arrival(weights.version, lambda: model, factors)
-        shapes, remake = like
+        shapes, remake = template
         params = read_params(folder, shapes, dtype=self._dtype, device=self._device, check=check)
         num_bytes = sum(shape.numel() for shape in shapes.values()) * self._dtype.itemsize
-        if free_memory(self._device) < _COPY_FACTOR * num_bytes:
+        if free_memory(self._device) < _MODEL_MEMORY_FACTOR * num_bytes:
             return Arrival(weights.version, lambda: remake(params))
         model = remake(params)
         return Arrival(weights.version, lambda: model)

@@ -29,7 +29,7 @@ _ROW = np.dtype(
         ("temperature", "f4"),
         ("top_p", "f4"),
         ("top_k", "i8"),
-        ("since", "i8"),  # a clock: when it began to run or became idle
+        ("since", "i8"),  # time by a counter: when the slot began to run or became idle
     ],
     align=True,
 )
@@ -85,7 +85,7 @@ class SlotTable:
         cached = np.where(self.rows["mixed"], 0, self.rows["cached"])
         if not cached.any():
             return 0, 0
-        # A last column that always differs: argmax then gives the length of a full agreement too.
+        # the last column always differs, so that argmax gives the length of a full agreement too
         differs = np.ones((len(self.rows), len(prompt) + 1), np.bool_)
         np.not_equal(self.tokens[:, : len(prompt)], prompt, out=differs[:, :-1])
         shared = np.minimum(differs.argmax(axis=1), cached)
@@ -99,9 +99,10 @@ class SlotTable:
         self.tokens[slot, :prompt] = request.prompt_ids
         row = self.rows[slot]
         row["running"] = True
-        row["since"] = self._tick()
-        row["length"] = row["reported"] = prompt
-        # what was sampled before an interruption differs between the requests of a group
+        row["since"] = self._next_clock()
+        row["length"] = prompt
+        row["reported"] = prompt
+        # without the tokens sampled before an interruption, which differ between the requests of a group
         row["prompt"] = prompt - request.position
         row["cached"] = cached
         row["mixed"] = False
@@ -114,6 +115,7 @@ class SlotTable:
         row["top_k"] = sampling.top_k
         missing = len(request.stop_token_ids) - self._stops.shape[1]
         if missing > 0:
+            # -1 is no token
             self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=-1)
         self._stops[slot] = -1
         self._stops[slot, : len(request.stop_token_ids)] = request.stop_token_ids
@@ -146,9 +148,9 @@ class SlotTable:
     ) -> None:
         """Add one sampled token to each of these running requests."""
         rows = self.rows
-        at = slots, rows["length"][slots]
-        self.tokens[at] = token_ids
-        self._logprobs[at] = logprobs
+        next_position = slots, rows["length"][slots]
+        self.tokens[next_position] = token_ids
+        self._logprobs[next_position] = logprobs
         rows["length"][slots] += 1
         rows["position"][slots] += 1
         rows["version"][slots] = version
@@ -187,7 +189,7 @@ class SlotTable:
     def end(self, slot: int, reason: FinishReason) -> Chunk:
         chunk = self._report(slot, reason)
         self.rows[slot]["running"] = False
-        self.rows[slot]["since"] = self._tick()
+        self.rows[slot]["since"] = self._next_clock()
         if self.rows[slot]["mixed"]:
             self.rows[slot]["cached"] = 0
         self._requests[slot] = None
@@ -196,12 +198,12 @@ class SlotTable:
         return chunk
 
     def note_new_weights(self, *, keep_kv: bool) -> None:
-        """All cached KV becomes invalid, or with `keep_kv` stays valid for the request that runs on it."""
-        kept = self.rows["running"] & keep_kv
-        self.rows["cached"] *= kept
-        self.rows["mixed"] = kept & (self.rows["cached"] > 0)
+        """Mark all cached KV as invalid, or with `keep_kv` as valid only for the request that runs on it."""
+        stays_valid = self.rows["running"] & keep_kv
+        self.rows["cached"] *= stays_valid
+        self.rows["mixed"] = stays_valid & (self.rows["cached"] > 0)
 
-    def _tick(self) -> int:
+    def _next_clock(self) -> int:
         self._clock += 1
         return self._clock
 

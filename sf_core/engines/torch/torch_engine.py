@@ -1,6 +1,6 @@
 """The built-in engine: continuous batching of any Hugging Face causal LM on one device.
 
-Every step: waiting requests take idle slots, a piece of the missing KV is filled in (filling.py), then one
+Every step: waiting requests get idle slots, a part of the missing KV is prefilled (filling.py), then one
 token is sampled, in one batch, for every running request whose KV is complete. New weights come from
 loading.py; the model is in cached_model.py, its cache in kv_cache.py, the slot table in slots.py.
 """
@@ -28,21 +28,21 @@ from sf_core.engines.torch.loading import Arrival, Loader
 from sf_core.engines.torch.slots import SlotTable
 from sf_core.models.counter import uniforms
 from sf_core.models.sampling import sample
-from sf_core.surroundings import trim_memory
+from sf_core.process_limits import trim_memory
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 from storage.files import join, read_bytes
 
-_NO_DISTRIBUTION = "the logits of its next token are no distribution: NaN, infinite, or all forbidden"
+_INVALID_LOGITS = "the logits of its next token are no distribution: NaN, infinite, or all forbidden"
 
-_MIN_SHARED = 8
-"""Shorter common prefixes are recomputed: copying them would cost as much."""
+_MIN_SHARED_PREFIX = 8
+"""Fewest tokens of a common prefix whose KV is copied: to compute a shorter one costs as much."""
 
 
 def local_device() -> str:
     """The device that this process computes on: the GPU that it was given, or the CPU."""
     if not torch.cuda.is_available():
         return "cpu"
-    # it makes a plan for every new shape, which takes up to a second, and our shapes differ in each step
+    # cuDNN makes a plan for every new shape, which takes up to a second, and our shapes differ in each step
     torch.backends.cuda.enable_cudnn_sdp(False)
     return "cuda"
 
@@ -62,8 +62,8 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Torc
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What an engine that is not at rest has on its device."""
+class _LoadedModel:
+    """The model on the device, its version and its KV cache."""
 
     version: int
     model: CachedModel
@@ -95,68 +95,68 @@ class TorchEngine:
         self._loader = Loader(
             model_dir, adapter_dir, context_length=context_length, dtype=dtype, device=self._device
         )
-        self._held: _Held | None = None
-        self._forget_requests()
+        self._loaded: _LoadedModel | None = None
+        self._reset_requests()
 
     @property
     def version(self) -> int | None:
-        return None if self._held is None else self._held.version
+        return None if self._loaded is None else self._loaded.version
 
     @property
     def num_requests(self) -> int:
         return self._table.num_running + len(self._waiting)
 
     def take_weights(self, weights: WeightsRef) -> None:
-        self._loader.begin(weights, None if self._held is None else self._held.model)
+        self._loader.begin(weights, None if self._loaded is None else self._loaded.model)
 
     def submit(self, request: GenerationRequest) -> None:
-        assert self._held is not None, "an engine without weights was given a request"
-        check_request(request, self._context_length, self._held.model.vocab_size)
+        assert self._loaded is not None, "an engine without weights was given a request"
+        check_request(request, self._context_length, self._loaded.model.vocab_size)
         if request.request_id in self._waiting or request.request_id in self._table:
             raise ValueError(f"request {request.request_id!r} is already running")
         if request.grammar:
             vocabulary = self._vocabularies.of(request.stop_token_ids)
             sampled = request.prompt_ids[len(request.prompt_ids) - request.position :]
-            self._following[request.request_id] = Following(vocabulary, request.grammar, sampled)
+            self._grammar_states[request.request_id] = Following(vocabulary, request.grammar, sampled)
         self._waiting[request.request_id] = request
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
-        if self._held is None:
+        if self._loaded is None:
             return []
         wanted = [*self._table.request_ids, *self._waiting] if request_ids is None else list(request_ids)
         chunks = []
         for request_id in wanted:
             if request_id in self._table:
-                chunks.append(self._table.abort(request_id, self._held.version))
+                chunks.append(self._table.abort(request_id, self._loaded.version))
             elif self._waiting.pop(request_id, None) is not None:
-                chunks.append(Chunk(request_id, [], [], self._held.version, FinishReason.ABORT))
-            self._following.pop(request_id, None)
+                chunks.append(Chunk(request_id, [], [], self._loaded.version, FinishReason.ABORT))
+            self._grammar_states.pop(request_id, None)
         return chunks
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        if (arrival := self._arrival()) is not None:
+        if (arrival := self._poll_loader()) is not None:
             return self._replace_weights(arrival)
-        if self._held is None or self._paused:
+        if self._loaded is None or self._paused:
             return []
         try:
-            return self._sample(self._held)
+            return self._sample(self._loaded)
         except Exception:
-            # table and cache may disagree now
-            self._forget_requests()
+            # after an error within a step, table and cache may disagree
+            self._reset_requests()
             raise
 
-    def _sample(self, held: _Held) -> list[Chunk]:
-        model = held.model
-        cache = held.cache
+    def _sample(self, loaded: _LoadedModel) -> list[Chunk]:
+        model = loaded.model
+        cache = loaded.cache
         table = self._table
-        self._admit(cache)
+        self._admit_waiting(cache)
         if not table.num_running:
             return []
         self._close_holes(cache)
         cache.fit(table.longest)
         fill(model, cache, table)
-        # Each row processes its next uncached token; once the prompt is exhausted, a new token is sampled.
+        # Each row processes its next uncached token; a row that has no other uncached token is sampled.
         rows = table.running
         ready = np.flatnonzero(rows["cached"] == rows["length"] - 1)
         if not len(ready):
@@ -169,33 +169,35 @@ class TorchEngine:
         if len(ready) < len(rows):
             logits = logits[to_device(ready, self._device)]
             rows = rows[ready]
-        following = self._list_following(ready)
-        if following:
-            mask_forbidden(logits, [at for at, _ in following], [one for _, one in following])
+        grammar_states = self._list_grammar_states(ready)
+        if grammar_states:
+            constrained_rows = [row for row, _ in grammar_states]
+            mask_forbidden(logits, constrained_rows, [state for _, state in grammar_states])
         draws = uniforms(rows["seed"], rows["position"])
         token_ids, logprobs = sample(logits, rows["temperature"], rows["top_p"], rows["top_k"], draws)
-        for at, one in following:
-            one.take([int(token_ids[at])])
+        for row, state in grammar_states:
+            state.advance([int(token_ids[row])])
         failed: list[Chunk] = []
-        if not (sound := np.isfinite(logprobs)).all():
-            failed = self._fail(held, ready[~sound].tolist())
-            ready = ready[sound]
-            token_ids = token_ids[sound]
-            logprobs = logprobs[sound]
-        table.append(ready, token_ids, logprobs, held.version)
+        is_finite = np.isfinite(logprobs)
+        if not is_finite.all():
+            failed = self._end_failed(loaded, ready[~is_finite].tolist())
+            ready = ready[is_finite]
+            token_ids = token_ids[is_finite]
+            logprobs = logprobs[is_finite]
+        table.append(ready, token_ids, logprobs, loaded.version)
         chunks = [*failed, *table.report_due(ready)]
-        for chunk in chunks if following else ():
+        for chunk in chunks if grammar_states else ():
             if chunk.finish_reason is not None:
-                self._following.pop(chunk.request_id, None)
+                self._grammar_states.pop(chunk.request_id, None)
         return chunks
 
-    def _fail(self, held: _Held, slots: list[int]) -> list[Chunk]:
+    def _end_failed(self, loaded: _LoadedModel, slots: list[int]) -> list[Chunk]:
         """End the requests in these slots, whose logits are no distribution."""
-        # what is NaN there would spread to the next requests in these slots
-        held.cache.clear(slots)
-        chunks = [self._table.abort(self._table.request_in(slot), held.version) for slot in slots]
+        # NaN in the KV would spread to the next requests in these slots
+        loaded.cache.clear(slots)
+        chunks = [self._table.abort(self._table.request_in(slot), loaded.version) for slot in slots]
         self._table.rows["cached"][slots] = 0
-        return [replace(chunk, fault=_NO_DISTRIBUTION) for chunk in chunks]
+        return [replace(chunk, fault=_INVALID_LOGITS) for chunk in chunks]
 
     def pause(self) -> None:
         self._paused = True
@@ -205,8 +207,8 @@ class TorchEngine:
 
     def rest(self) -> None:
         self._loader.cancel()
-        self._held = None
-        self._forget_requests()
+        self._loaded = None
+        self._reset_requests()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -214,38 +216,40 @@ class TorchEngine:
         self.rest()
         self._loader.close()
 
-    def _forget_requests(self) -> None:
+    def _reset_requests(self) -> None:
         self._table = SlotTable(self._max_running, self._context_length)
         self._waiting: dict[str, GenerationRequest] = {}
-        self._following: dict[str, Following] = {}
-        """Where requests that follow a grammar are in it."""
+        self._grammar_states: dict[str, Following] = {}
+        """The state of each request that follows a grammar, by its id."""
         self._paused = False
 
-    def _list_following(self, slots: npt.NDArray[np.intp]) -> list[tuple[int, Following]]:
-        """Those of these slots whose requests follow a grammar, by their index."""
-        if not self._following:
+    def _list_grammar_states(self, slots: npt.NDArray[np.intp]) -> list[tuple[int, Following]]:
+        """The grammar states of the requests in these slots that have one, each with its index in `slots`."""
+        if not self._grammar_states:
             return []
-        named = [self._following.get(self._table.request_in(slot)) for slot in slots.tolist()]
-        return [(at, one) for at, one in enumerate(named) if one is not None]
+        states = [self._grammar_states.get(self._table.request_in(slot)) for slot in slots.tolist()]
+        return [(index, state) for index, state in enumerate(states) if state is not None]
 
-    def _arrival(self) -> Arrival | None:
+    def _poll_loader(self) -> Arrival | None:
         try:
             return self._loader.arrival()
         except Exception as error:
-            if self._held is None:
+            if self._loaded is None:
                 raise
             raise WeightsRefusedError(str(error)) from error
 
     def _replace_weights(self, arrival: Arrival) -> list[Chunk]:
         """Returns chunks of the tokens of earlier weights that were not reported yet."""
-        older = self._table.report_older_than(arrival.version)
-        held = self._held
-        self._held = None
-        model, cache = (None, None) if held is None else (held.model, held.cache)
+        older_chunks = self._table.report_older_than(arrival.version)
+        loaded = self._loaded
+        self._loaded = None
+        model = None if loaded is None else loaded.model
+        cache = None if loaded is None else loaded.cache
         try:
             if arrival.make is not None:
-                # The old model goes first: the new one may need its memory.
-                held = model = None
+                # drop the old model first, because the new one may need its memory
+                loaded = None
+                model = None
                 model = arrival.make()
             assert model is not None
             if arrival.factors is not None:
@@ -259,28 +263,28 @@ class TorchEngine:
             cache = KVCache(
                 model.cache_shape, self._max_running, self._context_length, self._dtype, self._device
             )
-        self._held = _Held(arrival.version, model, cache)
+        self._loaded = _LoadedModel(arrival.version, model, cache)
         if arrival.make is not None:
-            # reading and packing took twice what the model takes
+            # to read and pack the weights took twice the memory of the model
             trim_memory()
         self._table.note_new_weights(keep_kv=self._keep_kv)
-        return older
+        return older_chunks
 
-    def _admit(self, cache: KVCache) -> None:
+    def _admit_waiting(self, cache: KVCache) -> None:
         while self._waiting and self._table.num_running < self._max_running:
             request = self._waiting.pop(next(iter(self._waiting)))
             source, shared = self._table.longest_prefix(np.array(request.prompt_ids))
-            # The last token is left to compute: the draw needs its logits.
+            # the last token is always computed, because sampling needs its logits
             shared = min(shared, len(request.prompt_ids) - 1)
             slot = self._table.idle_slot(source, shared)
-            if shared < _MIN_SHARED:
+            if shared < _MIN_SHARED_PREFIX:
                 shared = 0
             elif slot != source:
                 cache.copy(source, [slot], shared)
             self._table.occupy(slot, request, shared)
 
     def _close_holes(self, cache: KVCache) -> None:
-        holes, movers = self._table.holes()
+        holes, moved_slots = self._table.holes()
         if holes:
-            cache.swap(holes, movers, int(self._table.rows["length"].max()))
-            self._table.swap(holes, movers)
+            cache.swap(holes, moved_slots, int(self._table.rows["length"].max()))
+            self._table.swap(holes, moved_slots)

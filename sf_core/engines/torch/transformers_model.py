@@ -29,8 +29,8 @@ class TransformersModel:
         loaded, _ = convert_and_load_state_dict_in_model(model, dict(params), settings)
         model.tie_weights(missing_keys=loaded.missing_keys, recompute_mapping=False)
         self._model = model.requires_grad_(False)
-        self._adding: list[RemovableHandle] = []
-        """What adds the adapter's part to the outputs of linear layers."""
+        self._adapter_hooks: list[RemovableHandle] = []
+        """Hooks that add the adapter's part to the outputs of linear layers."""
         self.remake = partial(TransformersModel, skeleton=skeleton)
         config = model.config
         self.vocab_size: int = config.vocab_size
@@ -40,14 +40,16 @@ class TransformersModel:
         self.cache_shape = CacheShape(config.num_hidden_layers, num_kv_heads, head_dim)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, params: CopiedParams, context_length: int) -> TransformersModel:
+    def from_model(
+        cls, model: PreTrainedModel, params: CopiedParams, context_length: int
+    ) -> TransformersModel:
         """The model with these parameters. Raises ValueError if its architecture cannot be run correctly
         over a cache of slots of this length."""
-        empty = {
+        meta_parameters = {
             id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
             for p in model.parameters()
         }
-        skeleton = copy.deepcopy(model, empty)
+        skeleton = copy.deepcopy(model, meta_parameters)
         for module in skeleton.modules():
             module._buffers.update(
                 {
@@ -55,19 +57,19 @@ class TransformersModel:
                     for name, buffer in module._buffers.items()
                 }
             )
-        made = cls(params, skeleton)
-        made._refuse_if_wrong(context_length)
-        return made
+        cached = cls(params, skeleton)
+        cached._check_against_uncached_pass(context_length)
+        return cached
 
     def take_factors(self, factors: Factors) -> None:
-        for adding in self._adding:
-            adding.remove()
-        self._adding.clear()
+        for hook in self._adapter_hooks:
+            hook.remove()
+        self._adapter_hooks.clear()
         params = factors.params
         for layer in sorted({name.rpartition(".")[0] for name in params}):
             adapter = LowRank(params[f"{layer}.{DOWN}"], params[f"{layer}.{UP}"] * factors.scale)
             module = self._model.get_submodule(layer)
-            self._adding.append(module.register_forward_hook(partial(_add, adapter)))
+            self._adapter_hooks.append(module.register_forward_hook(partial(_add_adapter_output, adapter)))
 
     def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         self._forward(cache, ids, cache.place(slots, starts, ids.shape[1]))
@@ -88,9 +90,9 @@ class TransformersModel:
         return logits
 
     @torch.inference_mode()
-    def _refuse_if_wrong(self, context_length: int) -> None:
+    def _check_against_uncached_pass(self, context_length: int) -> None:
         """Compare with a pass without cache, because an architecture may keep other state than KV, attend in
-        a window, or count positions from the mask. Raises ValueError."""
+        a window, or count positions from the mask. Raises ValueError if the logits differ."""
         kind = self._model.config.model_type
         config = self._model.config
         window = getattr(config, "sliding_window", None)
@@ -99,6 +101,7 @@ class TransformersModel:
                 f"{kind}: context_length {context_length} must not exceed the model's attention window of "
                 f"{window}"
             )
+        # two sequences of four tokens: prefilled by two tokens and one token, then sampled from the last
         ids = torch.arange(8, device=self._model.device).view(2, 4) % self.vocab_size
         slots = torch.arange(2, device=ids.device)
         starts = torch.zeros_like(slots)
@@ -107,17 +110,17 @@ class TransformersModel:
             cache.fit(4)
             self.fill(cache, ids[:, :2], starts, slots)
             self.fill(cache, ids[:, 2:3], starts + 2, slots)
-            got = self.next_logits(cache, ids[:, 3], starts + 3)
+            cached_logits = self.next_logits(cache, ids[:, 3], starts + 3)
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ValueError(
                 f"{kind}: this architecture cannot run with the engine's KV cache: {error}"
             ) from error
-        expected = self._model(input_ids=ids).logits[:, -1]
-        if not torch.allclose(got.float(), expected.float(), atol=0.05, rtol=0.05):
+        uncached_logits = self._model(input_ids=ids).logits[:, -1]
+        if not torch.allclose(cached_logits.float(), uncached_logits.float(), atol=0.05, rtol=0.05):
             raise ValueError(f"{kind}: this architecture gives wrong results with the engine's KV cache")
 
 
-def _add(
+def _add_adapter_output(
     adapter: LowRank, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
 ) -> torch.Tensor:
     return output + adapter(inputs[0])
@@ -127,8 +130,8 @@ def unmap_params(
     model: PreTrainedModel, state: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """The model's parameters, or those that are given as its state, as save_pretrained writes them: without
-    those that are tied to others, and by the names of the folder the model came from, where transformers
-    keeps others (one tensor for all experts)."""
+    those that are tied to others, and by the names of the model's folder, from which the names within
+    transformers may differ (one tensor for all experts)."""
     params = remove_tied_weights_from_state_dict(model.state_dict() if state is None else state, model)
     saved: dict[str, torch.Tensor] = revert_weight_conversion(model, params)
     return saved

@@ -1,6 +1,6 @@
 """vLLM's HTTP: the only module that knows its routes, checked against 0.32.0 and 0.33.0.
 
-Most of them are development routes, of which vLLM promises nothing.
+Most of them are development routes, which vLLM may change in any version.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _COMPLETIONS = "/v1/completions"
 _LOAD_ADAPTER = "/v1/load_lora_adapter"
 _UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
-_ANSWER_S = 60.0
+_ANSWER_TIMEOUT_S = 60.0
 """Longest wait for the answer to a command that does no work."""
 
-_WORK_S = 600.0
+_WORK_TIMEOUT_S = 600.0
 """Longest wait for weights to be read or for memory to be moved."""
 
 
@@ -75,8 +75,8 @@ class VllmClient:
         """Stream the tokens of a request. Raises RequestRefusedError."""
         data = orjson.dumps(body)
         headers = {"Content-Type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S)
-        with _name_loss(_GENERATE):
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_TIMEOUT_S)
+        with _raise_engine_lost(_GENERATE):
             async with self._session.post(
                 self._url + _GENERATE, data=data, headers=headers, timeout=timeout
             ) as response:
@@ -88,77 +88,84 @@ class VllmClient:
                     # errors come in streams of status 200 too
                     if "choices" not in (message := orjson.loads(line[6:])):
                         error = message.get("error") or message
-                        told = str(error.get("message") or error)
-                        raise await self._explain_failure(int(error.get("code") or 500), told)
+                        text = str(error.get("message") or error)
+                        raise await self._explain_failure(int(error.get("code") or 500), text)
                     yield _read_piece(message)
 
     async def _explain_failure(self, status: int, text: str) -> Exception:
-        """What it means that a request was answered with this status."""
-        told = f"vLLM: {status} {text}"
+        """The error to raise for a request that was answered with this status."""
+        answer = f"vLLM: {status} {text}"
         if status == 404:
             # the request is right, and the server lacks the adapter that it names
-            return EngineLostError(told)
+            return EngineLostError(answer)
         if 400 <= status < 500:
             return RequestRefusedError(f"vLLM refused a request: {text}")
         with suppress(EngineLostError):
             await self.check_health()
-            return RequestFailedError(told)
-        return EngineLostError(told)
+            return RequestFailedError(answer)
+        return EngineLostError(answer)
 
     async def find_model(self) -> tuple[str, int | None]:
         """The name by which the server's own model is asked, and how many tokens it takes, if it says so.
         Raises as `score` does."""
-        model = (await self._ask("GET", "/v1/models"))["data"][0]
+        model = (await self._request_json("GET", "/v1/models"))["data"][0]
         return str(model["id"]), model.get("max_model_len")
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[Any]:
         """The log-prob of each token after those before it, at temperature 1 over the whole vocabulary; None
         for the first. An id outside the vocabulary ends the server. Raises RequestRefusedError, or ValueError
         if the key of a teacher is rejected."""
-        # it ignores temperature and top-p here, and refuses to sample nothing
-        how = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1}
-        answer = await self._ask("POST", _COMPLETIONS, {"model": model, "prompt": [*token_ids], **how})
-        told = answer["choices"][0]["prompt_logprobs"]
-        return [said and said[str(token)]["logprob"] for token, said in zip(token_ids, told, strict=True)]
+        # vLLM ignores temperature and top-p for prompt log-probs, and refuses to sample nothing
+        options = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1}
+        answer = await self._request_json(
+            "POST", _COMPLETIONS, {"model": model, "prompt": [*token_ids], **options}
+        )
+        prompt_logprobs = answer["choices"][0]["prompt_logprobs"]
+        # vLLM gives null for the first token, and a dictionary by token id for each later one
+        return [
+            by_id and by_id[str(token)]["logprob"]
+            for token, by_id in zip(token_ids, prompt_logprobs, strict=True)
+        ]
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        status, answer = await self._request(method, path, body, _WORK_S)
+    async def _request_json(self, method: str, path: str, body: Any = None) -> Any:
+        status, answer = await self._request(method, path, body, _WORK_TIMEOUT_S)
         if status == 200:
             return orjson.loads(answer)
-        said = f"{path}: {status} {_read_message(answer)}"
+        failure = f"{path}: {status} {_read_message(answer)}"
         if status == 401:
             raise ValueError(
                 f"the server at {self._url} rejected the key: set SF_TEACHER_KEY to the server's API key"
             )
-        lasts = 400 <= status < 500 and status not in (408, 429)
-        raise RequestRefusedError(said) if lasts else EngineLostError(f"vLLM: {said}")
+        # 408 (timeout) and 429 (too many requests) pass by themselves
+        is_refused = 400 <= status < 500 and status not in (408, 429)
+        raise RequestRefusedError(failure) if is_refused else EngineLostError(f"vLLM: {failure}")
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests, whose streams then end. Ids that are not known to vLLM are ignored, also those
         that it does not know yet."""
         # the token endpoint gives its requests this prefix
         ids = [f"generate-tokens-{request_id}" for request_id in request_ids]
-        await self._call("/abort_requests", {"request_ids": ids})
+        await self._command("/abort_requests", {"request_ids": ids})
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
         """Sample nothing until `resume`. abort: every stream ends; keep: they go on with `resume`. KV
         stays."""
-        await self._call("/pause", mode=mode, clear_cache="false")
+        await self._command("/pause", mode=mode, clear_cache="false")
 
     async def resume(self) -> None:
-        await self._call("/resume")
+        await self._command("/resume")
 
     async def reload(self, folder: str) -> None:
         """Take the weights of a model folder, while paused."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        await self._call("/collective_rpc", call, timeout_s=_WORK_S)
+        await self._command("/collective_rpc", call, timeout_s=_WORK_TIMEOUT_S)
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Have requests that name this model sampled by the adapter in this folder, which must stay. Raises
         ValueError if it is not taken."""
         # never in place: the server would keep the KV of the adapter before, and read the file in every step
         body = {"lora_name": name, "lora_path": folder}
-        status, answer = await self._request("POST", _LOAD_ADAPTER, body, _WORK_S)
+        status, answer = await self._request("POST", _LOAD_ADAPTER, body, _WORK_TIMEOUT_S)
         if status != 200:
             raise ValueError(f"vLLM refused the adapter in {folder}: {_read_message(answer)}")
 
@@ -170,29 +177,35 @@ class VllmClient:
 
     async def name_weights(self, label: str) -> None:
         """Give the weights a name, which finished requests then carry."""
-        await self._call("/update_weight_version", {"new_version": label})
+        await self._command("/update_weight_version", {"new_version": label})
 
     async def sleep(self, level: int) -> None:
         """Give the device's memory back. 1: weights move to the host's memory; 2: they are dropped."""
-        await self._call("/sleep", timeout_s=_WORK_S, level=str(level))
+        await self._command("/sleep", timeout_s=_WORK_TIMEOUT_S, level=str(level))
 
     async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        await self._call("/wake_up", timeout_s=_WORK_S, tags=what)
+        await self._command("/wake_up", timeout_s=_WORK_TIMEOUT_S, tags=what)
 
     async def drop_prefixes(self) -> None:
         """Forget the KV of requests that have ended."""
-        await self._call("/reset_prefix_cache")
+        await self._command("/reset_prefix_cache")
 
     async def forget_pictures(self) -> None:
-        """Forget what the tower has made of pictures, while paused. With other weights the server would end
-        at the next picture that it has seen before."""
-        await self._call("/reset_encoder_cache")
+        """Drop the cached features of pictures, while paused. With other weights the server would end at the
+        next picture whose features it still has."""
+        await self._command("/reset_encoder_cache")
 
     async def check_health(self) -> None:
-        await self._call("/health", method="GET")
+        await self._command("/health", method="GET")
 
-    async def _call(
-        self, path: str, body: Any = None, *, method: str = "POST", timeout_s: float = _ANSWER_S, **query: str
+    async def _command(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str = "POST",
+        timeout_s: float = _ANSWER_TIMEOUT_S,
+        **query: str,
     ) -> bytes:
         status, answer = await self._request(method, path, body, timeout_s, query)
         if status != 200:
@@ -202,10 +215,10 @@ class VllmClient:
         return answer
 
     async def _request(
-        self, method: str, path: str, body: Any, timeout_s: float = _ANSWER_S, query: Any = None
+        self, method: str, path: str, body: Any, timeout_s: float = _ANSWER_TIMEOUT_S, query: Any = None
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        with _name_loss(path):
+        with _raise_engine_lost(path):
             async with self._session.request(
                 method, self._url + path, json=body, params=query, timeout=timeout
             ) as response:
@@ -213,7 +226,7 @@ class VllmClient:
 
 
 @contextmanager
-def _name_loss(path: str) -> Iterator[None]:
+def _raise_engine_lost(path: str) -> Iterator[None]:
     try:
         yield
     except EngineLostError:
@@ -241,7 +254,7 @@ def _read_piece(message: dict[str, Any]) -> StreamPiece:
 
 
 def _read_message(answer: bytes) -> str:
-    """What an answer says of an error."""
+    """The error message in the body of an answer."""
     with suppress(ValueError, TypeError, KeyError):
         return str(orjson.loads(answer)["error"]["message"])
     return answer.decode(errors="replace")[:1000]

@@ -35,23 +35,23 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
 
     def __init__(self, vllm_config: Any, *of_runner: Any) -> None:
         self._vocabularies = Vocabularies(Path(vllm_config.model_config.model, "tokenizer.json").read_bytes)
-        self._states = of_runner[0]
-        """Tokens of all slots; of the first runner it is the device."""
+        self._request_states = of_runner[0]
+        """The tokens of all slots, on CUDA; on the CPU it is the device, and is not used."""
         self._rows: dict[int, _Answer] = {}
         self._slots: dict[int, _Answer] = {}
-        """Slots keep what their last request was: nobody says when it ends."""
+        """The answer of the last request of each slot: vLLM does not report when a request ends."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._rows, batch_update, self._begin_row)
+        process_dict_updates(self._rows, batch_update, self._start_row)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         self._slots.pop(req_idx, None)
-        if (following := self._follow(sampling_params)) is None:
+        if (following := self._start_grammar(sampling_params)) is None:
             return False
-        start = int(self._states.prompt_len.np[req_idx]) - sampling_params.extra_args["num_sampled"]
+        start = int(self._request_states.prompt_len.np[req_idx]) - sampling_params.extra_args["num_sampled"]
         self._slots[req_idx] = _Answer(following, start, [])
         return True
 
@@ -66,31 +66,31 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
         positions = ctx.pos.tolist()
         rows = {}
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            if slot in self._slots and position + 1 >= self._states.prompt_len.np[slot]:
+            if slot in self._slots and position + 1 >= self._request_states.prompt_len.np[slot]:
                 rows[row] = answer = self._slots[slot]
-                answer.ids += self._states.all_token_ids.gpu[slot, answer.end : position + 1].tolist()
+                answer.ids += self._request_states.all_token_ids.gpu[slot, answer.end : position + 1].tolist()
                 answer.read()
         return _mask_rows(logits, rows)
 
-    def _begin_row(
+    def _start_row(
         self, params: SamplingParams, prompt: list[int] | None, sampled: list[int]
     ) -> _Answer | None:
-        if (following := self._follow(params)) is None:
+        if (following := self._start_grammar(params)) is None:
             return None
         # `sampled` is vLLM's own list, which grows
         ids = prompt or []
         num_before = params.extra_args["num_sampled"]
-        following.take(ids[len(ids) - num_before :])
+        following.advance(ids[len(ids) - num_before :])
         return _Answer(following, 0, sampled)
 
-    def _follow(self, params: SamplingParams) -> Following | None:
+    def _start_grammar(self, params: SamplingParams) -> Following | None:
         if not (grammar := (params.extra_args or {}).get("grammar")):
             return None
         vocabulary = self._vocabularies.of(params.stop_token_ids or ())
         try:
             return Following(vocabulary, grammar, ())
         except ValueError as error:
-            # our engine has followed it, so this is another llguidance; raised here it would end the server
+            # our engine has accepted the grammar, so vLLM has another llguidance. An error ends the server
             log.error("%s", error)
             return Following(vocabulary, 'start: ""', ())
 
@@ -99,9 +99,9 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
 class _Answer:
     following: Following
     start: int
-    """Where `ids` begin among all tokens of its request."""
+    """Position of the first of `ids` among all tokens of the request."""
     ids: list[int]
-    """What is known of it, of which the beginning is read."""
+    """Ids of the answer so far; the first `num_read` of them have advanced the grammar."""
     num_read: int = 0
 
     @property
@@ -109,7 +109,7 @@ class _Answer:
         return self.start + len(self.ids)
 
     def read(self) -> None:
-        self.following.take(self.ids[self.num_read :])
+        self.following.advance(self.ids[self.num_read :])
         self.num_read = len(self.ids)
 
 

@@ -26,21 +26,21 @@ from storage.json_files import load_json
 
 log = logging.getLogger(__name__)
 
-_START_S = 1800.0
+_START_TIMEOUT_S = 1800.0
 """Longest start of a server."""
 
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 
-_MOST_FAILED_STARTS = 3
-"""After so many a judge that has never served is given up."""
+_MAX_FAILED_STARTS = 3
+"""Number of failed starts after which a judge that has never served is given up."""
 
-_PAUSE_S = 5.0
+_RESTART_DELAY_S = 5.0
 """Seconds until a server that did not serve is started again."""
 
-_MOST_KV_BYTES = 2**30
-"""On the CPU. With less than all calls need the server lets some wait."""
+_MAX_KV_BYTES = 2**30
+"""Most memory for KV on the CPU. If all calls need more, the server lets some of them wait."""
 
-_GPU_SHARE = 0.9
+_GPU_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that the judges of a worker take together."""
 
 
@@ -69,14 +69,14 @@ class JudgeServer:
         self._name = name
         self._folder = folder
         # bound and never listened on: keeps the port for the servers, which may bind it too, as both reuse it
-        self._place = socket.socket()
-        self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._place.bind(("127.0.0.1", 0))
-        host, port = self._place.getsockname()
+        self._port_holder = socket.socket()
+        self._port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port_holder.bind(("127.0.0.1", 0))
+        host, port = self._port_holder.getsockname()
         self._health = f"http://{host}:{port}/health"
         self.endpoint = Endpoint(f"http://{host}:{port}/v1", secrets.token_urlsafe(), name)
         self._on_cpu = not has_gpu()
-        # as long as its memory allows, and not as the folder's generation_config.json says
+        # the context is as long as memory allows, and the folder's generation_config.json is ignored
         arguments = (
             f"--host={host} --port={port} --served-model-name={name} --max-num-seqs={settings.concurrency} "
             "--max-model-len=auto --generation-config=vllm --disable-uvicorn-access-log --disable-log-stats "
@@ -85,63 +85,65 @@ class JudgeServer:
             kv_bytes = _count_kv_bytes(folder, settings.concurrency)
             arguments += f"--enforce-eager --kv-cache-memory-bytes={kv_bytes}"
         else:
-            arguments += f"--gpu-memory-utilization={_GPU_SHARE * share:.3f}"
+            arguments += f"--gpu-memory-utilization={_GPU_MEMORY_SHARE * share:.3f}"
         self._arguments = arguments.split()
         self._has_served = threading.Event()
-        self._is_over = threading.Event()
+        self._is_closed = threading.Event()
         self._last_lines = ""
-        self._keeper = threading.Thread(target=self._keep, name=f"judge-{name}", daemon=True)
+        self._supervisor = threading.Thread(target=self._supervise, name=f"judge-{name}", daemon=True)
 
     def __enter__(self) -> JudgeServer:
-        self._keeper.start()
+        self._supervisor.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._keeper.join()
-        self._place.close()
+        self._is_closed.set()
+        self._supervisor.join()
+        self._port_holder.close()
 
     def await_start(self) -> None:
         """Return once the judge answers. Raises RuntimeError if its server ends before."""
-        with waiting_for(f"vLLM to serve the judge {self._name}", _START_S) as wait:
-            while not self._has_served.wait(_LOOK_EVERY_S):
-                if not self._keeper.is_alive():
+        with waiting_for(f"vLLM to serve the judge {self._name}", _START_TIMEOUT_S) as wait:
+            while not self._has_served.wait(_POLL_S):
+                if not self._supervisor.is_alive():
                     raise RuntimeError(
                         f"judge {self._name}: vLLM ended before it served {self._folder}:\n{self._last_lines}"
                     )
                 wait.check()
 
-    def _keep(self) -> None:
-        """Have a server run until all is over. While there is none, nothing is judged, which may pass."""
+    def _supervise(self) -> None:
+        """Start the server again whenever it ends, until this judge is closed. Calls fail meanwhile, and are
+        repeated."""
         num_failed = 0
         key = self.endpoint.api_key
-        while not self._is_over.is_set() and (self._has_served.is_set() or num_failed < _MOST_FAILED_STARTS):
+        while not self._is_closed.is_set() and (self._has_served.is_set() or num_failed < _MAX_FAILED_STARTS):
             server = VllmServer(self._folder, self._arguments, on_cpu=self._on_cpu, key=key)
             try:
-                serves = self._watch(server)
+                has_served = self._watch(server)
                 self._last_lines = server.last_lines()
             finally:
                 server.end()
-            if not self._is_over.is_set():
+            if not self._is_closed.is_set():
                 log.warning("judge %s: the vLLM of this judge has ended:\n%s", self._name, self._last_lines)
-            if not serves:
+            if not has_served:
                 num_failed += 1
-                self._is_over.wait(_PAUSE_S)
+                self._is_closed.wait(_RESTART_DELAY_S)
 
     def _watch(self, server: VllmServer) -> bool:
-        """Return once the server has ended, does not start in time, or all is over. Whether it has served."""
-        serves = False
-        give_up_at = time.monotonic() + _START_S
+        """Return once the server has ended, does not start in time, or this judge is closed. True if the
+        server has served."""
+        has_served = False
+        deadline = time.monotonic() + _START_TIMEOUT_S
         with httpx.Client(timeout=10, trust_env=False) as http:
-            while not server.has_ended and (serves or time.monotonic() < give_up_at):
-                if not serves:
+            while not server.has_ended and (has_served or time.monotonic() < deadline):
+                if not has_served:
                     with suppress(httpx.HTTPError):
-                        serves = http.get(self._health).status_code == 200
-                if serves:
+                        has_served = http.get(self._health).status_code == 200
+                if has_served:
                     self._has_served.set()
-                if self._is_over.wait(_LOOK_EVERY_S):
+                if self._is_closed.wait(_POLL_S):
                     break
-        return serves
+        return has_served
 
 
 def _count_kv_bytes(folder: str, num_calls: int) -> int:
@@ -150,4 +152,4 @@ def _count_kv_bytes(folder: str, num_calls: int) -> int:
     length = longest_context(shape) or 2**15
     # one more: vLLM keeps a block for itself
     needed = cache_bytes(shape, num_calls + 1, length)
-    return _MOST_KV_BYTES if needed is None else min(needed, _MOST_KV_BYTES)
+    return _MAX_KV_BYTES if needed is None else min(needed, _MAX_KV_BYTES)

@@ -10,31 +10,31 @@ from sf_core.models.cache_size import head_width
 from sf_core.pictures.sight import SEEING
 from sf_core.surroundings import has_gpu, vllm_python
 
-_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of attention heads that it has code for."""
+_SUPPORTED_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of attention heads that vLLM's CPU build has code for."""
 
 
 def check_shape(shape: Mapping[str, Any]) -> None:
     """Raises ValueError, one sentence, if a server that is started here cannot compute a policy of this
     shape, which is named as in Hugging Face's config.json: it would end at the first request."""
     if shape.get("model_type") in SEEING:
-        _check_prepares_pictures()
+        _check_torchvision()
     if has_gpu():
         return
     # latent attention has code of its own
     width = None if "kv_lora_rank" in shape else head_width(shape)
-    if width is not None and width not in _HEADS:
+    if width is not None and width not in _SUPPORTED_HEAD_DIMS:
         raise ValueError(
             f"the policy's attention heads have a width of {width} (head_dim), but vLLM on the CPU supports "
-            f"only {', '.join(map(str, _HEADS))}: use engine.kind torch"
+            f"only {', '.join(map(str, _SUPPORTED_HEAD_DIMS))}: use engine.kind torch"
         )
 
 
-def _check_prepares_pictures() -> None:
+def _check_torchvision() -> None:
     try:
         python = vllm_python()
     except FileNotFoundError:
-        # told where the engine is made
+        # the engine reports it when it is made
         return
     if _find_packages(python, "vllm*.dist-info") and not _find_packages(python, "torchvision"):
         raise ValueError(

@@ -24,7 +24,7 @@ from storage.tensors.weights import FILE_NAME, INDEX_NAME, open_weights
 TOKENIZER = "tokenizer.json"
 """Read where an answer must follow a grammar, here and by the server (grammar_processor.py)."""
 
-_OF_PROCESSOR = (
+_PROCESSOR_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -37,7 +37,7 @@ _OF_PROCESSOR = (
 )
 """What the server of a policy that sees reads beside TOKENIZER and PROCESSOR, if it is there."""
 
-_HEAD = "lm_head.weight"
+_OUTPUT_HEAD = "lm_head.weight"
 _HEAD_FILE = "lm_head.safetensors"
 
 _TOWER_FILE = "tower.safetensors"
@@ -45,7 +45,7 @@ _TOWER_FILE = "tower.safetensors"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """Ends of the names that input embeddings have."""
 
-_MOST_KV_BYTES = 4 * 2**30
+_MAX_KV_BYTES = 4 * 2**30
 """vLLM's own default on the CPU. With less than all requests need it lets some wait."""
 
 _KV_BLOCK = 128
@@ -58,15 +58,15 @@ class PolicyFolder:
     tower of a policy that sees is always that of the start folder, whose files say how it sees."""
 
     def __init__(self, start_dir: str, *, untied: bool, max_picture_tokens: int | None = None) -> None:
-        self._place = scratch_folder()
-        self.path = self._place.name
+        self._scratch = scratch_folder()
+        self.path = self._scratch.name
         self.config: dict[str, Any] = load_json(read_bytes(join(start_dir, "config.json")))
         self._start_dir = start_dir
         self._untied = untied
         sight = read_sight(start_dir)
         self.sight = sight and sight.limit(max_picture_tokens)
         """How the policy sees; None: it does not."""
-        for name in [TOKENIZER, *(_OF_PROCESSOR if self.sight else ())]:
+        for name in [TOKENIZER, *(_PROCESSOR_FILES if self.sight else ())]:
             if (content := read_if_there(join(start_dir, name))) is not None:
                 Path(self.path, name).write_bytes(content)
         if self.sight is not None:
@@ -87,9 +87,9 @@ class PolicyFolder:
     def kv_bytes(self, max_running: int, context_length: int) -> int:
         """Memory for the KV of so many requests."""
         rounded = -(-context_length // _KV_BLOCK) * _KV_BLOCK
-        # one more: vLLM keeps a block for itself
+        # one request more, because vLLM keeps a block for itself
         needed = cache_bytes(self.config, max_running + 1, rounded)
-        return _MOST_KV_BYTES if needed is None else min(needed, _MOST_KV_BYTES)
+        return _MAX_KV_BYTES if needed is None else min(needed, _MAX_KV_BYTES)
 
     def take(self, folder: str) -> None:
         """Link to the weights of this folder, which must stay while a server reads them. Raises ValueError,
@@ -105,13 +105,14 @@ class PolicyFolder:
             files = dict.fromkeys(header.entries, FILE_NAME)
             if self.sight and shapes.keys() == files.keys():
                 files |= dict.fromkeys(self._write_tower(), _TOWER_FILE)
-            if self._untied and _HEAD not in header.entries:
+            if self._untied and _OUTPUT_HEAD not in header.entries:
                 self._write_head(path, file, header.entries)
-                files[_HEAD] = _HEAD_FILE
+                files[_OUTPUT_HEAD] = _HEAD_FILE
                 config = config | {"tie_word_embeddings": False}
                 if "text_config" in config:
                     config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
-        if {*files.values()} != {FILE_NAME}:
+        needs_index = any(file != FILE_NAME for file in files.values())
+        if needs_index:
             Path(self.path, INDEX_NAME).write_text(
                 json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8"
             )
@@ -127,12 +128,12 @@ class PolicyFolder:
         name = next((name for name in entries if name.endswith(_EMBEDDINGS)), None)
         if name is None:
             raise ValueError(
-                f"{path} has neither {_HEAD} nor an embedding (*{', *'.join(_EMBEDDINGS)}): the CPU build of "
-                "vLLM needs one of these tensors to load a new output layer"
+                f"{path} has neither {_OUTPUT_HEAD} nor an embedding (*{', *'.join(_EMBEDDINGS)}): the CPU "
+                "build of vLLM needs one of these tensors to load a new output layer"
             )
         begin, end = entries[name].data_offsets
         file.seek(begin, SEEK_CUR)
-        head = Header({}, {_HEAD: replace(entries[name], data_offsets=(0, end - begin))})
+        head = Header({}, {_OUTPUT_HEAD: replace(entries[name], data_offsets=(0, end - begin))})
         Path(self.path, _HEAD_FILE).write_bytes(head.encode() + file.read(end - begin))
 
     def _write_tower(self) -> list[str]:
@@ -150,10 +151,13 @@ class PolicyFolder:
                     begin = end
             with Path(self.path, _TOWER_FILE).open("wb") as file:
                 file.write(Header({}, entries).encode())
-                at = 0
+                offset = 0
                 for piece in pieces:
-                    file.writelines(piece[max(0, begin - at) : max(0, end - at)] for begin, end in ranges)
-                    at += len(piece)
+                    # the parts of the ranges that lie in this piece
+                    file.writelines(
+                        piece[max(0, begin - offset) : max(0, end - offset)] for begin, end in ranges
+                    )
+                    offset += len(piece)
             self._tower = [*entries]
         return self._tower
 
@@ -161,5 +165,7 @@ class PolicyFolder:
         """Write how pictures are resized so that none is that has a size of the sight."""
         processor = load_json(read_bytes(join(self._start_dir, PROCESSOR)))
         size = {"shortest_edge": sight.min_pixels, "longest_edge": sight.max_pixels}
-        kept = {key: value for key, value in processor.items() if key not in ("min_pixels", "max_pixels")}
-        Path(self.path, PROCESSOR).write_text(json.dumps(kept | {"size": size}), encoding="utf-8")
+        other_settings = {
+            key: value for key, value in processor.items() if key not in ("min_pixels", "max_pixels")
+        }
+        Path(self.path, PROCESSOR).write_text(json.dumps(other_settings | {"size": size}), encoding="utf-8")

@@ -21,20 +21,20 @@ from sf_core.engines.vllm.client import VllmClient
 from sf_core.surroundings import select_inherited, vllm_python
 from storage.scratch import scratch_folder
 
-_START_S = 1800.0
+_START_TIMEOUT_S = 1800.0
 """Longest start of a server."""
 
-_LOOK_EVERY_S = 0.1
+_START_POLL_S = 0.1
 """Interval between looks at a server that starts."""
 
-_HEALTH_EVERY_S = 2.0
+_HEALTH_INTERVAL_S = 2.0
 """Interval between looks at a server that serves."""
 
 _LOG_LINES = 15
 """Lines of the server's log that the report of its end quotes."""
 
-_LONGEST_SOCKET_PATH = 100
-"""The kernel takes some 108 bytes."""
+_MAX_SOCKET_PATH = 100
+"""Longest path of a socket, in bytes; the kernel takes some 108."""
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 }
 
 _ENVIRONMENT_ON_CPU = {
-    # by default it takes whole cores for itself, and our workers share them
+    # by default vLLM binds its threads to whole cores, but our workers share the cores
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # helpers of the sampler are compiled otherwise, which delays the first tokens by half a minute
     "TORCH_COMPILE_DISABLE": "1",
@@ -56,22 +56,22 @@ FOLLOWS_GRAMMARS = "--logits-processors=sf_core.engines.vllm.grammar_processor:G
 
 TAKES_ADAPTERS = "--enable-lora"
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_ALLOWED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM allows for --max-lora-rank."""
 
-MOST_ADAPTERS = 2
+MAX_ADAPTERS = 2
 """Adapters that are registered at once: one that samples, and one that is on its way. vLLM keeps one more in
 memory, so that it never looks for one of them in its folder."""
 
 
 def make_adapter_arguments(rank: int) -> list[str]:
     """The arguments of a server that is given adapters of this rank."""
-    highest = next((allowed for allowed in _RANKS if allowed >= rank), rank)
+    max_rank = next((allowed for allowed in _ALLOWED_LORA_RANKS if allowed >= rank), rank)
     return [
         TAKES_ADAPTERS,
-        f"--max-loras={MOST_ADAPTERS}",
-        f"--max-cpu-loras={MOST_ADAPTERS + 1}",
-        f"--max-lora-rank={highest}",
+        f"--max-loras={MAX_ADAPTERS}",
+        f"--max-cpu-loras={MAX_ADAPTERS + 1}",
+        f"--max-lora-rank={max_rank}",
     ]
 
 
@@ -86,11 +86,11 @@ def make_arguments(
     media_dir: str | None = None,
     more: Sequence[str],
 ) -> list[str]:
-    """The server's arguments, without model and socket. What `more` repeats counts as it is there. The server
-    computes in `dtype`, whatever its weights have: those of version 0 may have another than later ones.
-    `adapter_rank`: that of the adapters that it is given; None: it is given whole models. `media_dir`: where
-    the pictures are that it is shown; None: the policy does not see."""
-    own = {
+    """The server's arguments, without model and socket. An option that `more` repeats has the value
+    that `more` gives it. The server computes in `dtype`, whatever its weights have: those of version 0 may
+    have another than later ones. `adapter_rank`: that of the adapters that it is given; None: it is given
+    whole models. `media_dir`: folder of the pictures that it reads; None: the policy reads no pictures."""
+    options = {
         # else float32 weights are served as bfloat16
         "dtype": dtype,
         "max-model-len": str(context_length),
@@ -102,19 +102,19 @@ def make_arguments(
     if media_dir is None:
         flags += ["skip-tokenizer-init"]
     else:
-        own |= {"allowed-local-media-path": media_dir, "limit-mm-per-prompt": '{"video": 0}'}
+        options |= {"allowed-local-media-path": media_dir, "limit-mm-per-prompt": '{"video": 0}'}
     if on_cpu:
-        own["kv-cache-memory-bytes"] = str(kv_bytes)
+        options["kv-cache-memory-bytes"] = str(kv_bytes)
         # a seeded request whose prompt is split between two steps would end the server
         flags += ["enforce-eager", "no-enable-chunked-prefill"]
         if media_dir is not None:
             # by default as many placeholders are encoded in a step as tokens are computed, and where a cached
             # prefix ends within pictures the prompt is split
-            own["max-num-batched-tokens"] = str(max_running * context_length)
+            options["max-num-batched-tokens"] = str(max_running * context_length)
     elif adapter_rank is None:
         flags += ["enable-sleep-mode"]
     adapters = [] if adapter_rank is None else make_adapter_arguments(adapter_rank)
-    given = [f"--{name}={value}" for name, value in own.items()] + [f"--{flag}" for flag in flags]
+    given = [f"--{name}={value}" for name, value in options.items()] + [f"--{flag}" for flag in flags]
     return [*given, *adapters, *more]
 
 
@@ -126,7 +126,7 @@ class VllmServer:
     ) -> None:
         """`key`: what a server requires that others ask too, at the port that the arguments name. None: it is
         reached by the socket alone, and has the routes that engines need."""
-        self._folder = scratch_folder(_find_short_folder())
+        self._folder = scratch_folder(_choose_short_temporary_folder())
         # this package alone: others beside it may be in vLLM's environment too, in other versions
         modules = Path(self._folder.name, "modules")
         modules.mkdir()
@@ -135,7 +135,7 @@ class VllmServer:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
         command += [*arguments] if key else ["--uds", self.socket, *arguments]
-        # several processes, of which those that compute outlive the one that serves HTTP
+        # the server has several processes; those that compute outlive the one that serves HTTP
         self._channel, self._keeper = start_kept(
             command,
             stdin=subprocess.DEVNULL,
@@ -157,17 +157,17 @@ class VllmServer:
         return "\n".join(lines[-_LOG_LINES:])
 
     def end(self) -> None:
-        """Kill all of its processes and wait until they are gone."""
+        """Kill all processes of the server and wait until they are gone."""
         self._channel.close()
         await_keeper(self._keeper)
         self._log.close()
         self._folder.cleanup()
 
 
-def _find_short_folder() -> str:
+def _choose_short_temporary_folder() -> str:
     """Where temporary files go, unless a socket's path there would be too long."""
     folder = tempfile.gettempdir()
-    return folder if len(folder) + len("/sf-scratch-12345678/socket") < _LONGEST_SOCKET_PATH else "/tmp"
+    return folder if len(folder) + len("/sf-scratch-12345678/socket") < _MAX_SOCKET_PATH else "/tmp"
 
 
 class OwnServer:
@@ -201,7 +201,7 @@ class OwnServer:
     async def watch(self, client: VllmClient) -> None:
         """Look at the server again and again. Raises EngineLostError as soon as it is lost; returns never."""
         while True:
-            await asyncio.sleep(_HEALTH_EVERY_S)
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
             self._check_keeper()
             await client.check_health()
 
@@ -221,24 +221,24 @@ class OwnServer:
         return self._server.last_lines() if self._server else ""
 
     def _check_keeper(self) -> None:
-        # it may still answer
+        # the server may still answer for a while after its supervisor has ended
         if self._server is not None and self._server.has_ended:
             raise EngineLostError("vLLM has ended, or the process that supervises vLLM has failed")
 
     async def _await_health(self, client: VllmClient, server: VllmServer) -> None:
-        give_up_at = time.monotonic() + _START_S
-        while not server.has_ended and time.monotonic() < give_up_at:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not server.has_ended and time.monotonic() < deadline:
             if Path(server.socket).exists():
                 with suppress(EngineLostError):
                     return await client.check_health()
-            await asyncio.sleep(_LOOK_EVERY_S)
-        raise EngineLostError(f"vLLM ended, or was not ready after {_START_S:g} s")
+            await asyncio.sleep(_START_POLL_S)
+        raise EngineLostError(f"vLLM ended, or was not ready after {_START_TIMEOUT_S:g} s")
 
 
 def _make_environment(folder: str, arguments: Sequence[str], on_cpu: bool, key: str | None) -> dict[str, str]:
-    own = select_inherited() | _ENVIRONMENT | {"TMPDIR": folder}
+    variables = select_inherited() | _ENVIRONMENT | {"TMPDIR": folder}
     # the routes for weights, pauses and sleep
-    own |= {"VLLM_API_KEY": key} if key else {"VLLM_SERVER_DEV_MODE": "1"}
+    variables |= {"VLLM_API_KEY": key} if key else {"VLLM_SERVER_DEV_MODE": "1"}
     if TAKES_ADAPTERS in arguments:
-        own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    return own | (_ENVIRONMENT_ON_CPU if on_cpu else {})
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return variables | (_ENVIRONMENT_ON_CPU if on_cpu else {})

@@ -1,4 +1,4 @@
-"""A teacher at a vLLM server: what it says of given tokens."""
+"""A teacher at a vLLM server: the log-probs that it gives to the tokens of rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sf_core.waits import Wait, waiting_for
 CONCURRENCY = 32
 """Rows that the server is asked about at once."""
 
-_PAUSE_S = 1.0
+_RETRY_DELAY_S = 1.0
 """Wait before a server that does not answer is asked again."""
 
-_TRIES = 4
+_MIN_ATTEMPTS = 4
 """How often at least a server is asked that takes requests and never answers."""
 
-_IMPOSSIBLE = -9999.0
-"""What vLLM says in the place of minus infinity, which JSON does not have."""
+_MINUS_INFINITY = -9999.0
+"""The number that vLLM sends for minus infinity, which JSON does not have."""
 
 Rows = Sequence[tuple[str, Sequence[int]]]
 """The name and the ids of each row."""
@@ -47,50 +47,51 @@ def ask_teacher(url: str, rows: Rows, timeout_s: float) -> list[Logprobs]:
 async def _ask_all(url: str, rows: Rows, wait: Wait) -> list[Logprobs]:
     client = VllmClient(url, key=teacher_key())
     slots = asyncio.Semaphore(CONCURRENCY)
-    patience_s = wait.timeout_s
+    timeout_s = wait.timeout_s
 
-    async def persist(what: str, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def ask_until_answered(what: str, ask: Callable[[], Awaitable[Any]]) -> Any:
         while True:
             try:
-                found = await asyncio.wait_for(ask(), patience_s / _TRIES)
-                # patience begins anew with every answer
-                wait.timeout_s = wait.seconds + patience_s
+                answer = await asyncio.wait_for(ask(), timeout_s / _MIN_ATTEMPTS)
+                # every answer starts the timeout anew
+                wait.timeout_s = wait.seconds + timeout_s
                 wait.reason = ""
-                return found
+                return answer
             except RequestRefusedError as error:
                 raise ValueError(f"the teacher at {url} refuses {what}: {error}") from None
             except (EngineLostError, TimeoutError) as error:
                 wait.reason = str(error) or "it does not answer"
                 wait.check()
-                await asyncio.sleep(min(_PAUSE_S, wait.left_s))
+                await asyncio.sleep(min(_RETRY_DELAY_S, wait.left_s))
 
     async def ask_about(name: str, ids: Sequence[int]) -> Logprobs:
-        # it samples one token behind them
-        if most is not None and len(ids) >= most:
+        # vLLM samples one token after the prompt
+        if max_tokens is not None and len(ids) >= max_tokens:
             raise ValueError(
-                f"{name} has {len(ids):,} tokens, but the teacher at {url} takes at most {most - 1:,}: "
+                f"{name} has {len(ids):,} tokens, but the teacher at {url} takes at most {max_tokens - 1:,}: "
                 f"start the teacher with --max-model-len={len(ids) + 1} or more, or lower "
                 "engine.context_length"
             )
         async with slots:
-            told = await persist(name, lambda: client.score(model, ids))
-        return _check(told, f"the teacher at {url} reports for {name}")
+            logprobs = await ask_until_answered(name, lambda: client.score(model, ids))
+        return _to_array(logprobs, f"the teacher at {url} reports for {name}")
 
     try:
-        model, most = await persist("the request for its models", client.find_model)
+        model, max_tokens = await ask_until_answered("the request for its models", client.find_model)
         return await asyncio.gather(*(ask_about(name, ids) for name, ids in rows))
     finally:
         await client.close()
 
 
-def _check(told: Sequence[Any], saying: str) -> Logprobs:
+def _to_array(logprobs: Sequence[Any], source: str) -> Logprobs:
     # the first token follows nothing
-    found = np.array([0.0, *told[1:]], np.float32)
-    wrong = np.flatnonzero(~np.isfinite(found) | (found <= _IMPOSSIBLE))
+    array = np.array([0.0, *logprobs[1:]], np.float32)
+    wrong = np.flatnonzero(~np.isfinite(array) | (array <= _MINUS_INFINITY))
     if wrong.size:
-        said = "minus infinity" if told[wrong[0]] == _IMPOSSIBLE else told[wrong[0]]
+        first = logprobs[wrong[0]]
+        value = "minus infinity" if first == _MINUS_INFINITY else first
         raise ValueError(
-            f"{saying} that the log-prob of token {wrong[0]} is {said}, which cannot train the policy: "
+            f"{source} that the log-prob of token {wrong[0]} is {value}, which cannot train the policy: "
             "check the weights of the teacher"
         )
-    return found
+    return array

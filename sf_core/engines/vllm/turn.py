@@ -10,7 +10,7 @@ from sf_core.models.counter import bits
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 _REPORT_EVERY = 16
-"""Steps of which the tokens come together, where nobody waits for the first of them."""
+"""Number of tokens that are reported together, unless the request is streamed."""
 
 
 class VllmTurn:
@@ -21,29 +21,29 @@ class VllmTurn:
         self.salt = salt
         """Only KV that was computed under the same salt is used."""
         self.sampled: list[int] = []
-        self.wire_id = ""
+        self.vllm_request_id = ""
         """Id of its newest request to vLLM."""
         self.stream: asyncio.Task[None] | None = None
         self.has_answered = False
         """Whether the stream has brought tokens. If not, vLLM may not know it yet."""
         self.has_ended = False
 
-    def body(self, wire_id: str, model: str | None) -> dict[str, Any]:
-        """The request for what is left of it. `model`: the server's name of the adapter that is to sample it;
-        None: the server has no adapters."""
+    def body(self, vllm_request_id: str, model: str | None) -> dict[str, Any]:
+        """The body of a vLLM request for the tokens that are still to be sampled. `model`: the server's name
+        of the adapter that is to sample them; None: the server has no adapters."""
         request = self.request
         sampling = self.request.sampling
-        self.wire_id = wire_id
+        self.vllm_request_id = vllm_request_id
         self.has_answered = False
         # vLLM draws from (seed, its own count of tokens), and counts anew in every request; 63 bits, because
         # torch takes signed ones
         seed = int(bits(sampling.seed, request.position + len(self.sampled))[0]) >> 1
-        more: dict[str, Any] = {}
+        extra_arguments: dict[str, Any] = {}
         if request.grammar:
             num_sampled = request.position + len(self.sampled)
-            more = {"extra_args": {"grammar": request.grammar, "num_sampled": num_sampled}}
+            extra_arguments = {"extra_args": {"grammar": request.grammar, "num_sampled": num_sampled}}
         return {
-            "request_id": wire_id,
+            "request_id": vllm_request_id,
             "token_ids": [*request.prompt_ids, *self.sampled],
             "stream": True,
             "cache_salt": self.salt,
@@ -59,12 +59,13 @@ class VllmTurn:
                 "detokenize": False,
                 "logprobs": 0,
                 "stream_interval": 1 if request.stream else _REPORT_EVERY,
-                **more,
+                **extra_arguments,
             },
         }
 
-    def take(self, piece: StreamPiece) -> FinishReason | None:
-        """Add what the stream brought; returns why the request has ended, None if it has not."""
+    def append(self, piece: StreamPiece) -> FinishReason | None:
+        """Append the tokens of a piece of the stream; returns why the request has ended,
+        None if it has not."""
         self.has_answered = True
         self.sampled += piece.token_ids
         reason = piece.finish_reason if piece.finish_reason in ("stop", "length") else None
@@ -74,13 +75,14 @@ class VllmTurn:
         return FinishReason(reason) if reason else None
 
     def chunks(self, piece: StreamPiece, version: int, finish: FinishReason | None) -> list[Chunk]:
-        """The piece as it is reported. vLLM joins tokens that its stream could not take in time; where
-        somebody waits for each, each is reported."""
-        name = self.request.request_id
+        """The chunks that report the piece. vLLM joins tokens that its stream could not take in time;
+        a streamed request gets one chunk for each token."""
+        request_id = self.request.request_id
         ids = piece.token_ids
         logprobs = piece.logprobs
         if not ids and finish is None:
             return []
-        early = range(len(ids) - 1 if self.request.stream else 0)
-        chunks = [Chunk(name, [ids[i]], [logprobs[i]], version) for i in early]
-        return [*chunks, Chunk(name, ids[len(early) :], logprobs[len(early) :], version, finish)]
+        # all but the last token have a chunk of their own if the request is streamed
+        num_single = len(ids) - 1 if self.request.stream else 0
+        chunks = [Chunk(request_id, [ids[i]], [logprobs[i]], version) for i in range(num_single)]
+        return [*chunks, Chunk(request_id, ids[num_single:], logprobs[num_single:], version, finish)]

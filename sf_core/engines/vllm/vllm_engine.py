@@ -1,5 +1,5 @@
-"""vLLM as an engine that samples by itself, in processes of its own. Here is what runs on its event loop:
-streams, weights on their way, the server's life.
+"""vLLM as an engine that samples by itself, in processes of its own. This module has what
+runs on its event loop: streams, updates of weights, and the start and end of the server.
 
 Every request to vLLM is sampled by one version: an update ends all streams, has the server sample by the new
 version (deliveries.py), and sends what is left of each request again. vLLM's own name of the weights must
@@ -35,14 +35,15 @@ from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
-_ENDS_S = 10.0
+_STREAM_END_TIMEOUT_S = 10.0
 """Longest wait for the end of a stream that vLLM was told to end."""
 
-_UNANSWERED_S = 0.1
-"""The same if it has brought nothing: vLLM may have been told before it knew the request."""
+_UNANSWERED_TIMEOUT_S = 0.1
+"""Longest wait for the end of a stream that has brought no token: vLLM may have been told to end the
+request before it knew the request."""
 
-_MOST_FAILED_STARTS = 3
-"""After so many in a row the engine fails."""
+_MAX_FAILED_STARTS = 3
+"""Number of failed starts in a row after which the engine fails."""
 
 
 def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> VllmEngine:
@@ -52,10 +53,9 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
     on_cpu = not has_gpu()
     if on_cpu:
         check_cpu_build(vllm_python())
-    # a base is never reloaded
+    # with adapters, the base model is never reloaded
     untied = on_cpu and config.train.lora is None
-    most = config.rollout.max_picture_tokens
-    policy = PolicyFolder(start_dir, untied=untied, max_picture_tokens=most)
+    policy = PolicyFolder(start_dir, untied=untied, max_picture_tokens=config.rollout.max_picture_tokens)
     check_shape(policy.config)
     pictures = Pictures(policy.sight, RunDirectory(config.run_dir).media_dir) if policy.sight else None
     adapters = Adapters(start_dir, policy) if config.train.lora else None
@@ -79,7 +79,7 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
 
 class VllmEngine:
     """An engine of one server. At rest a server on the CPU keeps its memory; one on a GPU sleeps,
-    or ends if it is given adapters. What happens is told and not raised, also by its methods."""
+    or ends if it is given adapters. Its methods report errors as events and do not raise them."""
 
     def __init__(
         self,
@@ -102,29 +102,31 @@ class VllmEngine:
         self._context_length = context_length
         self._vocabularies = vocabularies
         self._pictures = pictures
-        # one thread: the copy of the weights is used by one at a time
-        self._fetching = ThreadPoolExecutor(1, "fetch-weights")
+        # one thread, because only one fetch at a time may use the copy of the weights
+        self._fetch_executor = ThreadPoolExecutor(1, "fetch-weights")
         self._client: VllmClient | None = None
         self._turns: dict[str, VllmTurn] = {}
         self._streaming: set[VllmTurn] = set()
         """Turns that have a stream, also those that are being aborted."""
-        self._name = uuid.uuid4().hex[:12]
+        self._engine_name = uuid.uuid4().hex[:12]
         """Part of the names of our requests and weights, so that nobody else's are taken for them."""
         self._numbers = itertools.count()
-        self._label = ""
-        """Name of the weights that sample now."""
-        self._wanted: WeightsRef | None = None
-        self._held: WeightsRef | None = None
-        """Weights that were told of; None at rest."""
-        self._loaded: WeightsRef | None = None
+        self._weights_label = ""
+        """Name that the server has for the weights that sample now."""
+        self._wanted_weights: WeightsRef | None = None
+        self._reported_weights: WeightsRef | None = None
+        """Weights that the driver was told of; None at rest."""
+        self._server_weights: WeightsRef | None = None
         """Weights that the server samples by when it is resumed, also at rest."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """All that go on between commands."""
-        self._mover: asyncio.Task[None] | None = None
-        self._switching = asyncio.Lock()
-        """Held while the server is paused, resumed or given weights."""
-        self._paused = self._asleep = self._flows = False
-        self._is_between = False
+        """Tasks that run between the calls of the driver."""
+        self._update_task: asyncio.Task[None] | None = None
+        self._server_lock = asyncio.Lock()
+        """Locked while the server is paused, resumed or given weights."""
+        self._is_paused = False
+        self._is_asleep = False
+        self._is_sampling = False
+        self._lacks_weights = False
         """Whether the server was stopped for weights that it was not given, because newer ones came."""
         self._failed_starts = 0
         self._closing: asyncio.Task[None] | None = None
@@ -134,188 +136,192 @@ class VllmEngine:
         return len(self._turns)
 
     def take_weights(self, weights: WeightsRef) -> None:
-        self._wanted = weights
-        if self._mover is None or self._mover.done():
-            self._mover = self._start(self._move())
+        self._wanted_weights = weights
+        if self._update_task is None or self._update_task.done():
+            self._update_task = self._start_task(self._update_weights())
 
     def submit(self, request: GenerationRequest) -> None:
-        # here, because vLLM would say it in the middle of a stream
+        # checked before the stream begins, because vLLM would report it in the middle of the stream
         check_request(request, self._context_length, self._vocab_size, sees=self._pictures is not None)
         if self._pictures is not None:
             self._pictures.check(request)
         if request.request_id in self._turns:
             raise ValueError(f"request {request.request_id!r} is already running")
         if request.grammar:
-            # it would end the server
+            # without vocabularies the grammar would end the server
             if self._vocabularies is None:
                 raise ValueError("a grammar was given, but this server does not support grammars")
             self._vocabularies.of(request.stop_token_ids).begin(request.grammar)
-        turn = self._turns[request.request_id] = VllmTurn(request, self._label)
-        if self._flows:
+        turn = self._turns[request.request_id] = VllmTurn(request, self._weights_label)
+        if self._is_sampling:
             self._open_stream(turn)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         names = [*self._turns] if request_ids is None else self._turns.keys() & request_ids
         turns = [self._turns.pop(name) for name in names]
-        ids = [turn.wire_id for turn in turns if turn.stream]
+        ids = [turn.vllm_request_id for turn in turns if turn.stream]
         if self._client is not None and ids:
             try:
                 await self._end_streams(turns, self._client.abort(ids))
             except EngineLostError as error:
-                return self._lose(error)
-        version = 0 if self._held is None else self._held.version
+                return self._handle_loss(error)
+        version = 0 if self._reported_weights is None else self._reported_weights.version
         for turn in turns:
             if not turn.has_ended:
                 self.tell(Chunk(turn.request.request_id, [], [], version, FinishReason.ABORT))
 
     async def pause(self) -> None:
-        self._paused = True
-        async with self._alone():
-            if self._client is not None and self._flows:
-                self._flows = False
+        self._is_paused = True
+        async with self._exclusive():
+            if self._client is not None and self._is_sampling:
+                self._is_sampling = False
                 await self._client.pause("keep")
 
     async def resume(self) -> None:
-        self._paused = False
-        async with self._alone():
-            is_given = self._held is not None and not self._is_between
-            if self._client is not None and is_given and not self._flows:
-                await self._flow(self._client)
+        self._is_paused = False
+        async with self._exclusive():
+            has_weights = self._reported_weights is not None and not self._lacks_weights
+            if self._client is not None and has_weights and not self._is_sampling:
+                await self._resume_sampling(self._client)
 
     async def rest(self) -> None:
-        self._wanted = None
-        if self._mover is not None:
-            self._mover.cancel()
-            self._mover = None
-        async with self._alone():
+        self._wanted_weights = None
+        if self._update_task is not None:
+            self._update_task.cancel()
+            self._update_task = None
+        async with self._exclusive():
             self._turns.clear()
-            self._held = None
-            self._flows = False
+            self._reported_weights = None
+            self._is_sampling = False
             if self._client is None:
                 return self._server.leave_start()
             await self._end_streams(self._streaming, self._client.pause("abort"))
             if self._server.ends_at_rest:
                 self._reset()
-            elif self._server.sleep_level and not self._asleep:
+            elif self._server.sleep_level and not self._is_asleep:
                 await self._client.sleep(self._server.sleep_level)
-                self._asleep = True
+                self._is_asleep = True
                 if self._server.sleep_level == 2:
-                    self._loaded = None
+                    self._server_weights = None
 
     def close(self) -> None:
         self.loop.run_until_complete(self._end_tasks())
-        self._fetching.shutdown(cancel_futures=True)
+        self._fetch_executor.shutdown(cancel_futures=True)
         self.loop.close()
         self._delivery.close()
 
-    async def _move(self) -> None:
+    async def _update_weights(self) -> None:
         """Have the wanted weights fetched and given to the server."""
-        while (weights := self._wanted) is not None and (weights != self._held or self._is_between):
+        while (weights := self._wanted_weights) is not None and (
+            weights != self._reported_weights or self._lacks_weights
+        ):
             try:
                 folder = await asyncio.get_running_loop().run_in_executor(
-                    self._fetching, self._delivery.fetch, weights
+                    self._fetch_executor, self._delivery.fetch, weights
                 )
-                if weights != self._wanted:
+                if weights != self._wanted_weights:
                     continue
                 if self._client is None:
                     await self._connect(weights)
                 await self._load(weights, folder)
             except EngineLostError as error:
-                return self._lose(error)
+                return self._handle_loss(error)
             except (ValueError, OSError) as error:
-                if weights != self._wanted:
+                if weights != self._wanted_weights:
                     continue
-                self.tell(error if self._held is None else WeightsRefusedError(str(error)))
-                self._wanted = None
-                if self._held is None or self._loaded is None or not self._is_between:
+                self.tell(error if self._reported_weights is None else WeightsRefusedError(str(error)))
+                self._wanted_weights = None
+                if self._reported_weights is None or self._server_weights is None or not self._lacks_weights:
                     return
                 # fall back to the previous weights
-                self._wanted = weights = self._loaded
+                self._wanted_weights = weights = self._server_weights
                 folder = ""
             # by a task of its own, so that rest, which cancels this one, never leaves the server half-way
-            giving = self._start(self._give(weights, folder))
-            await asyncio.wait([giving])
-            if giving.exception():
+            switch = self._start_task(self._switch_weights(weights, folder))
+            await asyncio.wait([switch])
+            if switch.exception():
                 return
 
     async def _connect(self, weights: WeightsRef) -> None:
         self._client, is_new = await self._server.connect()
-        self._loaded = weights if is_new and self._delivery.is_in_start else None
-        self._start(self._watch(self._client))
+        self._server_weights = weights if is_new and self._delivery.is_in_start else None
+        self._start_task(self._watch(self._client))
 
     async def _load(self, weights: WeightsRef, source: str) -> None:
-        async with self._alone():
-            if self._client is not None and self._loaded != weights:
+        async with self._exclusive():
+            if self._client is not None and self._server_weights != weights:
                 await self._delivery.load(self._client, weights, source)
 
-    async def _give(self, weights: WeightsRef, source: str) -> None:
-        async with self._alone():
+    async def _switch_weights(self, weights: WeightsRef, source: str) -> None:
+        async with self._exclusive():
             client = self._client
-            if client is None or weights != self._wanted:
+            if client is None or weights != self._wanted_weights:
                 return
-            self._flows = False
-            self._is_between = True
+            self._is_sampling = False
+            self._lacks_weights = True
             await self._end_streams(self._streaming, client.pause("abort"))
-            if self._asleep:
+            if self._is_asleep:
                 await client.wake("weights")
-            if self._loaded != weights:
-                self._loaded = None
+            if self._server_weights != weights:
+                self._server_weights = None
                 await self._delivery.switch(client, weights, source)
-                self._loaded = weights
-            if self._asleep:
+                self._server_weights = weights
+            if self._is_asleep:
                 await client.wake("kv_cache")
                 await client.drop_prefixes()
-                self._asleep = False
+                self._is_asleep = False
             if self._pictures is not None:
                 await client.forget_pictures()
-            if weights != self._wanted:
+            if weights != self._wanted_weights:
                 # superseded by newer weights, or the engine was put to rest
                 return
-            self._label = f"{self._name}.{weights.version}"
-            await client.name_weights(self._label)
-            self._held = weights
-            self._is_between = False
+            self._weights_label = f"{self._engine_name}.{weights.version}"
+            await client.name_weights(self._weights_label)
+            self._reported_weights = weights
+            self._lacks_weights = False
             self._failed_starts = 0
             self.tell(weights)
-            if not self._paused:
-                await self._flow(client)
+            if not self._is_paused:
+                await self._resume_sampling(client)
             await self._delivery.unload_others(client)
 
-    async def _flow(self, client: VllmClient) -> None:
+    async def _resume_sampling(self, client: VllmClient) -> None:
         await client.resume()
-        self._flows = True
+        self._is_sampling = True
         for turn in self._turns.values():
             if turn.stream is None:
                 if not self._keep_kv:
-                    turn.salt = self._label
+                    turn.salt = self._weights_label
                 self._open_stream(turn)
 
     def _open_stream(self, turn: VllmTurn) -> None:
-        assert self._client is not None and self._held is not None
-        body = turn.body(f"{self._name}.{next(self._numbers)}", self._delivery.model)
-        turn.stream = self._start(self._sample(turn, body, self._client, self._held.version))
+        assert self._client is not None and self._reported_weights is not None
+        body = turn.body(f"{self._engine_name}.{next(self._numbers)}", self._delivery.model)
+        turn.stream = self._start_task(self._sample(turn, body, self._client, self._reported_weights.version))
         self._streaming.add(turn)
 
     async def _sample(self, turn: VllmTurn, body: dict[str, Any], client: VllmClient, version: int) -> None:
         name = turn.request.request_id
-        label = self._label
+        label = self._weights_label
         reason = None
         try:
-            seen = self._pictures
-            pieces = seen.generate(client, body, turn.request.pictures) if seen else client.generate(body)
+            if self._pictures is None:
+                pieces = client.generate(body)
+            else:
+                pieces = self._pictures.generate(client, body, turn.request.pictures)
             async for piece in pieces:
                 if piece.labels - {label}:
                     raise EngineLostError(f"vLLM used weights {set(piece.labels)}; expected {label}")
-                finish = turn.take(piece)
+                finish = turn.append(piece)
                 reason = piece.finish_reason
                 if turn.has_ended:
                     self._turns.pop(name, None)
                 for chunk in turn.chunks(piece, version, finish):
                     self.tell(chunk)
-            if reason is None or (reason == "abort" and self._flows and name in self._turns):
+            if reason is None or (reason == "abort" and self._is_sampling and name in self._turns):
                 raise EngineLostError("vLLM ended a request that was not cancelled")
         except EngineLostError as error:
-            self._lose(error)
+            self._handle_loss(error)
         except Exception as error:
             log.error("%s", error, exc_info=not isinstance(error, RequestRefusedError))
             turn.has_ended = True
@@ -328,39 +334,41 @@ class VllmEngine:
     async def _end_streams(self, turns: Collection[VllmTurn], command: Awaitable[None]) -> None:
         """Give the command that ends these streams, and wait until they have."""
         turns = list(turns)
-        fresh = [turn.stream for turn in turns if turn.stream and not turn.has_answered]
+        unanswered = [turn.stream for turn in turns if turn.stream and not turn.has_answered]
         await command
         if not (streams := [turn.stream for turn in turns if turn.stream]):
             return
-        await asyncio.wait(streams, timeout=_UNANSWERED_S)
-        for stream in fresh:
+        await asyncio.wait(streams, timeout=_UNANSWERED_TIMEOUT_S)
+        for stream in unanswered:
             stream.cancel()
-        _, late = await asyncio.wait(streams, timeout=_ENDS_S)
-        if late:
-            raise EngineLostError(f"vLLM did not stop {len(late)} requests within {_ENDS_S:.0f} s")
+        _, unfinished = await asyncio.wait(streams, timeout=_STREAM_END_TIMEOUT_S)
+        if unfinished:
+            raise EngineLostError(
+                f"vLLM did not stop {len(unfinished)} requests within {_STREAM_END_TIMEOUT_S:.0f} s"
+            )
 
     async def _watch(self, client: VllmClient) -> None:
         try:
             await self._server.watch(client)
         except EngineLostError as error:
-            self._lose(error)
+            self._handle_loss(error)
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        async with self._switching:
+    async def _exclusive(self) -> AsyncIterator[None]:
+        async with self._server_lock:
             try:
                 yield
             except EngineLostError as error:
-                self._lose(error)
+                self._handle_loss(error)
 
-    def _lose(self, error: EngineLostError) -> None:
+    def _handle_loss(self, error: EngineLostError) -> None:
         """Forget the server and all requests. Called again for the same loss it does nothing."""
-        is_used = self._wanted is not None or self._held is not None
-        told: Exception = error
-        if is_used and self._held is None:
+        is_used = self._wanted_weights is not None or self._reported_weights is not None
+        reported: Exception = error
+        if is_used and self._reported_weights is None:
             self._failed_starts += 1
-            if self._failed_starts >= _MOST_FAILED_STARTS:
-                told = RuntimeError(
+            if self._failed_starts >= _MAX_FAILED_STARTS:
+                reported = RuntimeError(
                     f"vLLM could not be made to serve, {self._failed_starts} times in a row: {error}\n"
                     f"{self._server.last_lines()}"
                 )
@@ -368,15 +376,15 @@ class VllmEngine:
             log.warning("vLLM is lost: %s\n%s", error, self._server.last_lines())
         self._reset()
         if is_used:
-            self.tell(told)
+            self.tell(reported)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self.tell(error)
@@ -386,13 +394,18 @@ class VllmEngine:
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
 
     def _reset(self) -> None:
-        # also streams whose request has ended: one whose connection is closed here waits for ever
+        # streams of requests that have ended are cancelled too: closing the client would leave them waiting
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
         self._turns.clear()
         self._streaming.clear()
-        self._mover = self._wanted = self._held = self._loaded = None
-        self._asleep = self._flows = self._is_between = False
+        self._update_task = None
+        self._wanted_weights = None
+        self._reported_weights = None
+        self._server_weights = None
+        self._is_asleep = False
+        self._is_sampling = False
+        self._lacks_weights = False
         if self._client is not None:
             self._closing = asyncio.create_task(self._client.close())
             self._client = None

@@ -23,43 +23,45 @@ def make_groups(
     ranks: Ranks, device: torch.device, tensor_parallel: int, pipeline_parallel: int
 ) -> ProcessGroupCollection:
     """The groups of this rank. All ranks must call it at once."""
-    everyone = ranks.mesh(device.type).get_group()
+    all_ranks = ranks.mesh(device.type).get_group()
     grid = torch.arange(ranks.size).view(pipeline_parallel, -1, tensor_parallel)
-    made: dict[Parts, Any] = {}
+    groups_by_parts: dict[Parts, Any] = {}
 
-    def divide(parts: torch.Tensor) -> Any:
+    def own_group(parts: torch.Tensor) -> Any:
         """This rank's group of those in the rows of a matrix."""
         key = tuple(map(tuple, parts.tolist()))
-        if parts.shape == (1, ranks.size):
-            return everyone
-        if key not in made:
-            made[key] = _subgroup(key, everyone, device)
-        return made[key]
+        is_one_group = len(parts) == 1
+        has_all_ranks = parts.numel() == ranks.size
+        if is_one_group and has_all_ranks:
+            return all_ranks
+        if key not in groups_by_parts:
+            groups_by_parts[key] = _make_subgroups(key, all_ranks, device)
+        return groups_by_parts[key]
 
-    tensor = divide(grid.flatten(0, 1))
-    data = divide(grid.transpose(1, 2).flatten(0, 1))
+    tensor = own_group(grid.flatten(0, 1))
+    data = own_group(grid.transpose(1, 2).flatten(0, 1))
     stages = grid.permute(1, 2, 0).flatten(0, 1)
     # those that may share an embedding
     ends = stages[:, [0, -1]] if pipeline_parallel > 1 else stages
-    alone = divide(grid.view(-1, 1))
+    alone = own_group(grid.view(-1, 1))
     return ProcessGroupCollection(
         tp=tensor,
         tp_cp=tensor,
-        pp=divide(stages),
-        mp=divide(grid.transpose(0, 1).flatten(1)),
-        embd=divide(ends),
+        pp=own_group(stages),
+        mp=own_group(grid.transpose(0, 1).flatten(1)),
+        embd=own_group(ends),
         dp=data,
         dp_cp=data,
         expt_dp=data,
-        intra_dist_opt=everyone,
+        intra_dist_opt=all_ranks,
         cp=alone,
         ep=alone,
         pos_embd=alone,
     )
 
 
-def _subgroup(parts: Parts, everyone: Any, device: torch.device) -> Any:
-    timeout = everyone._get_backend(device).options._timeout
+def _make_subgroups(parts: Parts, all_ranks: Any, device: torch.device) -> Any:
+    timeout = all_ranks._get_backend(device).options._timeout
     backend = "nccl" if device.type == "cuda" else "gloo"
     own, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout, backend)
     return own

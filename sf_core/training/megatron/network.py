@@ -66,8 +66,8 @@ class MegatronNetwork(GPTModel):
                 attention_dropout=0.0,
                 # without being initialised, parameters would not say how they are split
                 perform_initialization=True,
-                init_method=_leave,
-                output_layer_init_method=_leave,
+                init_method=_keep_uninitialised,
+                output_layer_init_method=_keep_uninitialised,
                 use_cpu_initialization=True,
                 tensor_model_parallel_size=parts,
                 pipeline_model_parallel_size=stages,
@@ -103,7 +103,7 @@ class MegatronNetwork(GPTModel):
             pg_collection=groups,
         )
         self._frequencies = spec.inv_freq
-        self._split = _split_of(config.vocab_size, groups.tp)
+        self._split = _split_head(config.vocab_size, groups.tp)
         if values and self.post_process:
             self.value_head = nn.Parameter(torch.zeros(config.hidden_size))
         # Megatron makes norms in float32
@@ -141,7 +141,7 @@ class MegatronNetwork(GPTModel):
         return score(outputs, head, microbatch.targets, temperature, top_p, top_k, split)
 
 
-def _split_of(vocabulary: int, group: Any) -> Split | None:
+def _split_head(vocabulary: int, group: Any) -> Split | None:
     """How the head is split among the tensor-parallel ranks of this group."""
     if (parts := group.size()) == 1:
         return None
@@ -176,5 +176,5 @@ class _Attention(nn.Module):
         return attention_bias(q.squeeze(1), k.squeeze(1), v.squeeze(1)).unsqueeze(1)
 
 
-def _leave(tensor: torch.Tensor) -> torch.Tensor:
+def _keep_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor

@@ -59,7 +59,7 @@ class Network:
         weights; auto: the one that they are stored in. `tower`: what shows pictures to it. Raises ValueError,
         one sentence, if the head of the model is given no hidden states, or if only the package peft can
         train an adapter of it and is missing."""
-        # In evaluation mode: dropout would make these log-probs differ from the engine's.
+        # the model stays in evaluation mode: dropout would make these log-probs differ from the engine's
         kind, config = language_model(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
         self.model = load_model(kind, model_dir, config=config, dtype=dtype)
         self.tower = tower
@@ -75,9 +75,9 @@ class Network:
             factors = dict(sorted(load_adapter(adapter).items()))
             scale = description.scale
             if spec is None:
-                _inject(self.model, description, factors)
+                _inject_peft_modules(self.model, description, factors)
             else:
-                _place(self.model, factors)
+                _add_factors(self.model, factors)
         self.model.to(device)
         if spec is None:
             is_last = head_is_last(self.model)
@@ -86,22 +86,22 @@ class Network:
                     f"train.critic does not support model_type {self.model.config.model_type}: its logits "
                     "are not hidden states times a weight"
                 )
-            _become(self.model, _Whole, head_is_last=is_last)
+            _add_mixin(self.model, _TransformersModel, head_is_last=is_last)
         else:
-            _become(self.model, _Lean, spec=spec)
+            _add_mixin(self.model, _LeanModel, spec=spec)
         for block in self.blocks:
             if spec is not None:
-                _become(block, _LeanLayer, spec=spec, scale=scale)
+                _add_mixin(block, _LeanLayer, spec=spec, scale=scale)
             if recompute:
-                _become(block, _Recomputed)
+                _add_mixin(block, _RecomputedBlock)
         if values:
             width = self.model.get_output_embeddings().weight.shape[1]
-            _become(self.model, _Valued, value_head=nn.Parameter(torch.zeros(width, device=device)))
+            _add_mixin(self.model, _ValueModel, value_head=nn.Parameter(torch.zeros(width, device=device)))
 
     @property
     def is_lean(self) -> bool:
         """Whether the lean decoder runs it."""
-        return isinstance(self.model, _Lean)
+        return isinstance(self.model, _LeanModel)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -111,7 +111,7 @@ class Network:
         if not self._has_adapter:
             return named
         return {
-            name_factor(*name.removesuffix(_OF_PEFT).rpartition(".")[::2]): parameter
+            name_factor(*name.removesuffix(_PEFT_SUFFIX).rpartition(".")[::2]): parameter
             for name, parameter in named.items()
             if parameter.requires_grad
         }
@@ -175,25 +175,25 @@ def _score(
     outputs: torch.Tensor,
     head: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    drawn = microbatch.sampling
+    sampling = microbatch.sampling
     ids = microbatch.targets
-    how = drawn["temperature"], drawn["top_p"], drawn["top_k"]
+    how = sampling["temperature"], sampling["top_p"], sampling["top_k"]
     is_fast = microbatch.rule == "distinct"
     return score(outputs, head, ids, *how, target=target, never=never, fast_head=is_fast)
 
 
-class _Predicting(nn.Module):
-    """What predicts tokens."""
+class _PredictingModel(nn.Module):
+    """A model as a function from a microbatch to the outputs that predict its tokens."""
 
     def forward(self, microbatch: Microbatch, then: Callable[..., Any]) -> Any:
-        """What the function makes of the outputs while the weights are there."""
+        """Apply the function to the outputs while FSDP has the weights gathered."""
         return then(*self.outputs(microbatch))
 
     def outputs(self, microbatch: Microbatch) -> Outputs:
         raise NotImplementedError
 
 
-class _Valued(_Predicting):
+class _ValueModel(_PredictingModel):
     """A model whose scores are values."""
 
     value_head: nn.Parameter
@@ -205,7 +205,7 @@ class _Valued(_Predicting):
         return values, torch.zeros_like(values)
 
 
-class _Lean(_Predicting):
+class _LeanModel(_PredictingModel):
     """A model of an architecture that the lean decoder knows."""
 
     spec: DecoderSpec
@@ -214,22 +214,22 @@ class _Lean(_Predicting):
     held: HeldTensors | None = None
 
     def hold(self, dtype: torch.dtype) -> None:
-        self.held = HeldTensors(self._around(), dtype)
+        self.held = HeldTensors(self._weights_outside_layers(), dtype)
 
-    def _around(self) -> dict[str, torch.Tensor]:
+    def _weights_outside_layers(self) -> dict[str, torch.Tensor]:
         """Parameters that are in no layer."""
         norm, head = norm_and_head(dict(self.named_parameters()))
         return {"embedding": self.model.embed_tokens.weight, "norm": norm, "head": head}
 
     def outputs(self, microbatch: Microbatch) -> Outputs:
-        around = self._around() if self.held is None else self.held.tensors
-        turns = rotations(self.spec, microbatch.depths)
-        x = embed(microbatch, around["embedding"])
+        outside = self._weights_outside_layers() if self.held is None else self.held.tensors
+        rotary = rotations(self.spec, microbatch.depths)
+        x = embed(microbatch, outside["embedding"])
         attend = RowAttention(microbatch, x.dtype)
         for layer in self.model.layers:
-            x = layer(x, turns, attend)
+            x = layer(x, rotary, attend)
         x = F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)
-        return rows(x, microbatch.positions) * around["norm"], around["head"]
+        return rows(x, microbatch.positions) * outside["norm"], outside["head"]
 
 
 class _LeanLayer(nn.Module):
@@ -258,19 +258,19 @@ class _LeanLayer(nn.Module):
                 module.register_parameter("bias", None)
         self.fused = fused
 
-    def forward(self, x: torch.Tensor, turns: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor, attend: Attend) -> torch.Tensor:
         if self.held is not None:
-            return self.held.layer(x, turns, attend)
+            return self.held.layer(x, rotary, attend)
         parameters = dict(self.named_parameters())
         layer = fuse_layer(parameters.get, self.spec) if self.frozen is None else self.frozen
         if self.scale is not None:
             # as engines are given them: rounded to the dtype of computing
             rounded = {n: p.to(x.dtype) for n, p in parameters.items() if p.requires_grad}
             layer = layer.with_factors(rounded.get, self.scale)
-        return layer(x, turns, attend)
+        return layer(x, rotary, attend)
 
 
-class _Whole(_Predicting):
+class _TransformersModel(_PredictingModel):
     """A model that transformers' own code runs."""
 
     head_is_last: bool
@@ -287,36 +287,36 @@ class _Whole(_Predicting):
 
         head = self.get_output_embeddings()  # type: ignore[operator]
         with head.register_forward_pre_hook(select):
-            whole: Any = super(_Predicting, self).forward
-            logits: torch.Tensor = whole(microbatch.padded_ids, use_cache=False).logits
+            transformers_forward: Any = super(_PredictingModel, self).forward
+            logits: torch.Tensor = transformers_forward(microbatch.padded_ids, use_cache=False).logits
         if self.head_is_last:
             return trained[0], head.weight
         return logits.squeeze(0), None
 
 
-class _Recomputed(nn.Module):
+class _RecomputedBlock(nn.Module):
     """A block of which only the input is kept for the backward pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-_OF_PEFT = ".default.weight"
-"""What peft puts after the name of a factor; `default` is its name of the adapter."""
+_PEFT_SUFFIX = ".default.weight"
+"""Suffix that peft adds to the name of a factor; `default` is its name of the adapter."""
 
 
-def _place(model: nn.Module, factors: Mapping[str, torch.Tensor]) -> None:
+def _add_factors(model: nn.Module, factors: Mapping[str, torch.Tensor]) -> None:
     """Put factors beside the weights of their linear layers."""
     for name, tensor in factors.items():
         layer, factor = split_name(name)
-        model.get_submodule(layer).register_parameter(factor, _train(tensor))
+        model.get_submodule(layer).register_parameter(factor, _make_trainable(tensor))
 
 
-def _train(factor: torch.Tensor) -> nn.Parameter:
+def _make_trainable(factor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(factor.to(torch.float32, copy=True))
 
 
-def _inject(model: Any, adapter: Adapter, factors: Mapping[str, torch.Tensor]) -> None:
+def _inject_peft_modules(model: Any, adapter: Adapter, factors: Mapping[str, torch.Tensor]) -> None:
     """Put modules of peft with factors in the place of their linear layers."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -332,12 +332,12 @@ def _inject(model: Any, adapter: Adapter, factors: Mapping[str, torch.Tensor]) -
     for name, tensor in factors.items():
         layer, factor = split_name(name)
         module = model.get_submodule(f"{layer}.{factor}.default")
-        module.weight = _train(tensor)
+        module.weight = _make_trainable(tensor)
 
 
-def _become(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
-    """Put a class before that of the module. A function in place of its forward pass would refer to the
-    module, which then stays in memory until the garbage collector comes."""
+def _add_mixin(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
+    """Make a class the first base of the module's class. A function in place of its forward pass would refer
+    to the module, which then stays in memory until the garbage collector comes."""
     own = type(module)
     module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
     for name, value in attributes.items():

@@ -25,7 +25,7 @@ from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
 from storage.tensors.shards import Slice, Slices
 
 
-class _Held:
+class _NetworkModel:
     """A network that the ranks of a step hold together."""
 
     measures = True
@@ -40,7 +40,7 @@ class _Held:
         self._model = network.model
         self.device = self._model.device
 
-    def _place(self, ranks: Ranks, dtype: torch.dtype, *, is_frozen: bool) -> bool:
+    def _fuse_or_shard(self, ranks: Ranks, dtype: torch.dtype, *, is_frozen: bool) -> bool:
         """Fuse or shard the weights, for passes in this dtype. Returns whether they stay as they are on one
         rank, for the lean decoder. `is_frozen`: none of them is trained but factors."""
         is_whole = ranks.size == 1 and self.network.is_lean
@@ -83,7 +83,7 @@ class _Held:
             torch.cuda.empty_cache()
 
 
-class FrozenModel(_Held):
+class FrozenModel(_NetworkModel):
     """A model that is not trained, of a Hugging Face folder or with an adapter beside it."""
 
     def __init__(
@@ -102,7 +102,7 @@ class FrozenModel(_Held):
         super().__init__(Network(model_dir, device, adapter=adapter, dtype=kind, tower=tower), ranks)
         if adapter is None:
             self._model.requires_grad_(False)
-        self._place(ranks, self._model.dtype, is_frozen=True)
+        self._fuse_or_shard(ranks, self._model.dtype, is_frozen=True)
 
 
 class StandIn:
@@ -131,7 +131,7 @@ class StandIn:
         """The weights wake with the trained model."""
 
 
-class TorchModel(_Held):
+class TorchModel(_NetworkModel):
     """The TrainedModel of a Hugging Face folder, or of an adapter beside it."""
 
     def __init__(
@@ -162,7 +162,7 @@ class TorchModel(_Held):
             }
         if self._dtype == torch.bfloat16:
             spread(self.network.trained.values())
-        is_held = self._place(ranks, self._dtype, is_frozen=adapter is not None)
+        is_held = self._fuse_or_shard(ranks, self._dtype, is_frozen=adapter is not None)
         self._dtype_of_copies = self._dtype if is_held else None
         self._parameters = self.network.trained
         # learning rate, betas and weight decay are set in every step
@@ -195,7 +195,7 @@ class TorchModel(_Held):
         return grad_norm
 
     def is_finite(self) -> bool:
-        return are_finite([_own(parameter) for parameter in self._parameters.values()])
+        return are_finite([_local_part(parameter) for parameter in self._parameters.values()])
 
     @property
     def slices_by_name(self) -> dict[str, Slice]:
@@ -207,7 +207,10 @@ class TorchModel(_Held):
     def slices(self, parts: Sequence[str]) -> Slices:
         state = self._optimizer.state
         return {
-            f"{part}/{name}": (part_of_tensor, _own(parameter if part == MASTER else state[parameter][part]))
+            f"{part}/{name}": (
+                part_of_tensor,
+                _local_part(parameter if part == MASTER else state[parameter][part]),
+            )
             for part in parts
             for (name, parameter), part_of_tensor in zip(
                 self._parameters.items(), self.slices_by_name.values(), strict=True
@@ -221,14 +224,14 @@ class TorchModel(_Held):
         for name, parameter in self._parameters.items():
             moments = {part: torch.zeros_like(parameter) for part in (EXP_AVG, EXP_AVG_SQ)}
             for part, tensor in {MASTER: parameter, **moments}.items():
-                _own(tensor).copy_(tensors[f"{part}/{name}"])
+                _local_part(tensor).copy_(tensors[f"{part}/{name}"])
             steps = torch.tensor(float(optimizer_steps), device=self.device)
             self._optimizer.state[parameter] = {"step": steps, **moments}
 
     @contextmanager
     def standing_in(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Have other whole weights, by the names of what is trained, for as long as the block runs."""
-        own = {name: _own(parameter) for name, parameter in self._parameters.items()}
+        own = {name: _local_part(parameter) for name, parameter in self._parameters.items()}
         backups = {name: tensor.clone() for name, tensor in own.items()}
         try:
             for name, part_of_tensor in self.slices_by_name.items():
@@ -285,7 +288,7 @@ def _shard(network: Network, ranks: Ranks, dtype: torch.dtype) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor that may be sharded."""
     local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
     return local.detach()

@@ -362,8 +362,8 @@ def test_what_an_aborted_request_had_sampled_and_not_reported_counts_as_sampled(
     recorded = Recorded()
     spans = Spans(recorded)
     spans.add_work(time.time(), time.time(), 3, 2)
-    spans.give_back(5, 3)
-    spans.give_back(0, 3)
+    spans.add_late_tokens(5, 3)
+    spans.add_late_tokens(0, 3)
     spans.end_work()
     assert [(label, version, tokens) for _, label, _, _, version, tokens in recorded.spans] == [
         ("sample", 3, 2),

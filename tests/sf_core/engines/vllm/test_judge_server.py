@@ -89,7 +89,7 @@ def test_a_judge_that_does_not_start_is_told_with_the_end_of_its_log(
         encoding="utf-8",
     )
     judges = {"a": (JudgeConfig(model=str(config.parent)), str(config.parent))}
-    monkeypatch.setattr(judge_server, "_MOST_FAILED_STARTS", 1)
+    monkeypatch.setattr(judge_server, "_MAX_FAILED_STARTS", 1)
     before = servers()
     told = r"^judge a: vLLM ended before it served .*broken:\n"
     with pytest.raises(RuntimeError, match=told), serve_judges(judges):
