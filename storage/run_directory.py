@@ -225,15 +225,15 @@ class RunDirectory:
         text = manifest.model_dump_json(indent=2).encode()
         # refuse what could never be read back: a manifest of another run, or values that JSON cannot hold
         parse_manifest(uri, text, self.run_id, manifest.iteration, manifest.stage)
-        if (kept := self._find_committed(manifest)) is not None:
-            return kept
+        if (committed := self._find_committed(manifest)) is not None:
+            return committed
         self.refuse_superseded(manifest.attempt, f"commit {manifest.label}")
         try:
             files.write_atomic(uri, text, create=True)
         except FileExistsError:  # another attempt has just written it
-            kept = self._find_committed(manifest)
-            assert kept is not None
-            return kept
+            committed = self._find_committed(manifest)
+            assert committed is not None
+            return committed
         self._remove_strays(manifest)
         return manifest
 

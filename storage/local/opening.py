@@ -119,9 +119,9 @@ def _check(path: str | Path, number: int) -> int:
     return number
 
 
-def _refuse(path: str | Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise _explain(path, _KINDS.get(stat.S_IFMT(found.st_mode), "something else"))
+def _refuse(path: str | Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _explain(path, _KINDS.get(stat.S_IFMT(status.st_mode), "something else"))
 
 
 def _explain(path: str | Path, kind: str) -> StorageError:

@@ -157,19 +157,19 @@ def _complete(uri: str) -> Iterator[None]:
 
 def _check_columns(
     uri: str,
-    found: pa.Schema,
+    file_schema: pa.Schema,
     columns: list[str] | None,
     expected: pa.Schema | None,
     optional: Collection[str],
 ) -> list[str] | None:
     """The columns that are there."""
-    if unknown := set(columns or ()) - set(found.names) - set(optional):
+    if unknown := set(columns or ()) - set(file_schema.names) - set(optional):
         raise ValueError(f"{uri}: the file has no column {', '.join(sorted(unknown))}")
     for field in expected or ():
-        kind = found.field(field.name).type if field.name in found.names else field.type
+        kind = file_schema.field(field.name).type if field.name in file_schema.names else field.type
         if kind != field.type and not _was_map(kind, field.type):
             raise ValueError(f"{uri}: column {field.name} is of type {kind}, expected {field.type}")
-    return None if columns is None else [name for name in columns if name in found.names]
+    return None if columns is None else [name for name in columns if name in file_schema.names]
 
 
 def _was_map(kind: pa.DataType, expected: pa.DataType) -> bool:
