@@ -108,8 +108,8 @@ def end_marked(folder: str) -> bool:
                 if not is_keeper(process.cmdline()):
                     process.kill()
                 found.append(process)
-    _, left = psutil.wait_procs(found, timeout=5)
-    for process in left:
+    _, survivors = psutil.wait_procs(found, timeout=5)
+    for process in survivors:
         with suppress(psutil.Error):
             process.kill()
     return bool(found)

@@ -48,11 +48,11 @@ def module_environment() -> dict[str, str]:
     packages as this one. Folders that hide them leave PYTHONPATH; `import_from` finds the user's modules in
     the current folder and in those of PYTHONPATH."""
     current = os.getcwd()
-    given = [os.path.abspath(folder) for folder in _split_path(os.environ.get("PYTHONPATH"))]
-    ours = [folder for folder in (current, *given) if Path(folder).resolve() == ROOT]
-    others = [folder for folder in given if not _has_our_names(folder)]
+    python_path = [os.path.abspath(folder) for folder in _split_path(os.environ.get("PYTHONPATH"))]
+    ours = [folder for folder in (current, *python_path) if Path(folder).resolve() == ROOT]
+    others = [folder for folder in python_path if not _has_our_names(folder)]
     path = dict.fromkeys([*ours, *others])
-    modules = user_folders() or dict.fromkeys([current, *given])
+    modules = user_folders() or dict.fromkeys([current, *python_path])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SF_MODULES": os.pathsep.join(modules)}
 
 

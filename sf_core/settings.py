@@ -134,12 +134,12 @@ def load_object(reference: str) -> Callable[..., Any]:
     except Exception as error:  # whatever the user's own lines raise
         raise ValueError(f"{reference}: cannot import {module}: {describe(error)}{hint}") from error
     try:
-        found = getattr(imported, name)
+        function = getattr(imported, name)
     except AttributeError:
         raise ValueError(f"{reference}: module {module} has no {name}{hint}") from None
-    if not callable(found):
-        raise ValueError(f"{reference}: expected a function, got {type(found).__name__}")
-    return cast(Callable[..., Any], found)
+    if not callable(function):
+        raise ValueError(f"{reference}: expected a function, got {type(function).__name__}")
+    return cast(Callable[..., Any], function)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -150,6 +150,6 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 def describe(error: Exception) -> str:
     """An error with the innermost line of module-level code that it passed through."""
-    told = " ".join(f"{type(error).__name__}: {error}".split())
+    message = " ".join(f"{type(error).__name__}: {error}".split())
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
-    return f"{told}, {lines[-1].filename} line {lines[-1].lineno}" if lines else told
+    return f"{message}, {lines[-1].filename} line {lines[-1].lineno}" if lines else message

@@ -46,11 +46,11 @@ def returns_nothing(function: Callable[..., Any]) -> bool:
     Python cannot tell."""
     while isinstance(function, functools.partial):
         function = function.func
-    found: Any = inspect.unwrap(function)
-    if not inspect.isroutine(found):
+    unwrapped: Any = inspect.unwrap(function)
+    if not inspect.isroutine(unwrapped):
         return False
     try:
-        [defined] = ast.parse(textwrap.dedent(inspect.getsource(found))).body
+        [defined] = ast.parse(textwrap.dedent(inspect.getsource(unwrapped))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return False
     if not isinstance(defined, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -76,11 +76,11 @@ def place_of(function: Callable[..., Any]) -> str:
     """Where a function is defined, as "my_agent.py:12"; empty if Python cannot tell."""
     while isinstance(function, functools.partial):
         function = function.func
-    found: Any = inspect.unwrap(function)
-    if not (inspect.isroutine(found) or inspect.isclass(found)):
-        found = type(found)
+    unwrapped: Any = inspect.unwrap(function)
+    if not (inspect.isroutine(unwrapped) or inspect.isclass(unwrapped)):
+        unwrapped = type(unwrapped)
     try:
-        return _shorten(inspect.getsourcefile(found) or "", inspect.getsourcelines(found)[1])
+        return _shorten(inspect.getsourcefile(unwrapped) or "", inspect.getsourcelines(unwrapped)[1])
     except (OSError, TypeError):
         return ""
 

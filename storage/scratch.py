@@ -24,10 +24,10 @@ _YOUNG_S = 60.0
 def scratch_folder(root: str | None = None) -> tempfile.TemporaryDirectory[str]:
     """A new folder, by default under TMPDIR, removed when it is closed or garbage-collected."""
     root = root or tempfile.gettempdir()
-    for left in glob.glob(os.path.join(glob.escape(root), f"{PREFIX}*")):
+    for other in glob.glob(os.path.join(glob.escape(root), f"{PREFIX}*")):
         # of another user, or removed meanwhile
         with suppress(OSError):
-            _remove_if_abandoned(left)
+            _remove_if_abandoned(other)
     folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=root)
     fcntl.flock(lock := os.open(folder.name, os.O_RDONLY), fcntl.LOCK_SH)
     weakref.finalize(folder, os.close, lock)

@@ -41,8 +41,8 @@ def listen_at(host: str, port: int, option: str = "--port") -> socket.socket:
             errno.EADDRNOTAVAIL: "is no address of this machine; choose another --host",
             socket.EAI_NONAME: "cannot be used, because no host has this name; choose another --host",
         }
-        told = remedies.get(error.errno or 0, f"cannot be used: {error}")
-        raise OSError(f"port {port} of {host} {told}") from None
+        reason = remedies.get(error.errno or 0, f"cannot be used: {error}")
+        raise OSError(f"port {port} of {host} {reason}") from None
 
 
 def check_free(host: str, port: int, option: str = "--port") -> None:

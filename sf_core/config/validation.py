@@ -133,25 +133,25 @@ def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
 def walk(location: Iterable[int | str], model: type[BaseModel] = RunConfig) -> SettingPlace:
     """Where the value at this location in a model is; a location of pydantic's also names the kind of each
     section that has several, which is no part of the path that a user writes."""
-    here: Any = model
+    annotation: Any = model
     section = model
     path = []
     for name in map(str, location):
-        if (chosen := _choices(here).get(name)) is not None:
-            here = chosen
-            section = next(iter(models_of(here)), section)
+        if (chosen := _choices(annotation).get(name)) is not None:
+            annotation = chosen
+            section = next(iter(models_of(annotation)), section)
             continue
         if name == _OF_A_KEY:
             continue
         path.append(name)
-        if (origin := get_origin(here)) in (dict, tuple):
-            here = get_args(here)[1 if origin is dict else 0]
-        elif len(models := models_of(here)) == 1:
+        if (origin := get_origin(annotation)) in (dict, tuple):
+            annotation = get_args(annotation)[1 if origin is dict else 0]
+        elif len(models := models_of(annotation)) == 1:
             [section] = models
-            here = section.model_fields[name].annotation if name in section.model_fields else None
+            annotation = section.model_fields[name].annotation if name in section.model_fields else None
         else:
-            here = None
-    return SettingPlace(path, section, here)
+            annotation = None
+    return SettingPlace(path, section, annotation)
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:

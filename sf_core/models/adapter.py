@@ -54,7 +54,7 @@ class Adapter:
 
     def encode(self, base: str) -> bytes:
         """The content of `adapter_config.json`. `base`: folder or name of the model that it is for."""
-        said = {
+        peft_config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
@@ -66,11 +66,11 @@ class Adapter:
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
-        return json.dumps(said, indent=2).encode()
+        return json.dumps(peft_config, indent=2).encode()
 
 
 # what changes the forward pass beyond two factors, and the value that does not
-_UNKNOWN = {
+_UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_rslora": "rank-stabilised scaling (rsLoRA)",
     "modules_to_save": "whole modules in addition to its factors",
@@ -86,7 +86,7 @@ _UNKNOWN = {
     "alora_invocation_tokens": "factors for the tokens after an invocation (aLoRA)",
 }
 
-_HARMLESS = (None, True, False, "gaussian", "eva", "orthogonal")
+_SUPPORTED_INIT = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the model's own weights as they are. PiSSA and others change
 them, and the factors are for the changed ones."""
 
@@ -96,45 +96,46 @@ def read_adapter(folder: str) -> Adapter:
     than two factors for each linear layer."""
     file = join(folder, ADAPTER_CONFIG)
     try:
-        said: dict[str, Any] = dict(load_json(read_bytes(file)))
+        peft_config: dict[str, Any] = dict(load_json(read_bytes(file)))
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
-    if (kind := said.get("peft_type")) not in (None, "LORA"):
+    if (kind := peft_config.get("peft_type")) not in (None, "LORA"):
         raise ValueError(f"{file} describes an adapter of kind {kind}; only LoRA is supported")
-    if said.get("bias", "none") != "none":
+    if peft_config.get("bias", "none") != "none":
         raise ValueError(
-            f"{file} says that biases are trained (bias: {said['bias']}); only adapters without biases are "
-            "supported"
+            f"{file} says that biases are trained (bias: {peft_config['bias']}); only adapters without "
+            "biases are supported"
         )
-    for key, what in _UNKNOWN.items():
-        if said.get(key):
+    for key, what in _UNSUPPORTED.items():
+        if peft_config.get(key):
             raise ValueError(
-                f"{file} describes {what} ({key}), which SeamlessFlow cannot train{_tell_way_out(said, key)}"
+                f"{file} describes {what} ({key}), which SeamlessFlow cannot train"
+                f"{_workaround(peft_config, key)}"
             )
-    if (init := said.get("init_lora_weights")) not in _HARMLESS:
+    if (init := peft_config.get("init_lora_weights")) not in _SUPPORTED_INIT:
         raise ValueError(
             f"{file} describes factors for weights that changed when the adapter was made "
             f"(init_lora_weights: {init}): convert the factors, with the argument "
             "path_initial_model_for_weight_conversion of PEFT's save_pretrained"
         )
     try:
-        rank = int(said["r"])
-        alpha = float(said["lora_alpha"])
-        targets = said["target_modules"]
+        rank = int(peft_config["r"])
+        alpha = float(peft_config["lora_alpha"])
+        targets = peft_config["target_modules"]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{file} lacks r, lora_alpha or target_modules") from None
     if not isinstance(targets, list):
         raise ValueError(f"{file} names its layers by the pattern {targets!r}; use a list of names instead")
     layers = tuple(sorted({str(target).rpartition(".")[2] for target in targets}))
-    return Adapter(rank, alpha, layers, str(said.get("base_model_name_or_path") or ""))
+    return Adapter(rank, alpha, layers, str(peft_config.get("base_model_name_or_path") or ""))
 
 
-def _tell_way_out(said: Mapping[str, Any], key: str) -> str:
+def _workaround(peft_config: Mapping[str, Any], key: str) -> str:
     """How the adapter can be trained all the same, in words."""
     if key == "lora_dropout":
         return "; set lora_dropout to 0 there to train without dropout"
     if key == "use_rslora":
-        alpha = float(said.get("lora_alpha", 0)) * float(said.get("r", 0)) ** 0.5
+        alpha = float(peft_config.get("lora_alpha", 0)) * float(peft_config.get("r", 0)) ** 0.5
         return f"; set use_rslora to false and lora_alpha to {alpha:g} for the same result"
     return ""
 
@@ -185,16 +186,16 @@ def find_unreached(shape: Mapping[str, Any]) -> tuple[float, list[str]]:
     from torch import nn
 
     whole = 0
-    apart: dict[str, int] = {}
+    sizes_outside: dict[str, int] = {}
     for layer in _list_blocks(shape).values():
         reached = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Linear)}
         for name, weight in layer.named_parameters():
             whole += weight.numel()
             if id(weight) not in reached:
                 last = name.removesuffix(".weight").rpartition(".")[2]
-                apart[last] = apart.get(last, 0) + weight.numel()
-    names = sorted(apart, key=lambda name: -apart[name])
-    return sum(apart.values()) / max(1, whole), names
+                sizes_outside[last] = sizes_outside.get(last, 0) + weight.numel()
+    names = sorted(sizes_outside, key=lambda name: -sizes_outside[name])
+    return sum(sizes_outside.values()) / max(1, whole), names
 
 
 def _list_blocks(shape: Mapping[str, Any]) -> dict[str, nn.Module]:

@@ -30,11 +30,13 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
         return None
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     # some models have one for each kind of layer
-    ropes = [one for one in rope.values() if isinstance(one, Mapping)] or [rope]
-    return min(_reach(one, positions, config.get("original_max_position_embeddings")) for one in ropes)
+    ropes = [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
+    return min(
+        _longest_with_rope(kind, positions, config.get("original_max_position_embeddings")) for kind in ropes
+    )
 
 
-def _reach(rope: Mapping[str, Any], positions: int, original: int | None) -> int:
+def _longest_with_rope(rope: Mapping[str, Any], positions: int, original: int | None) -> int:
     original = rope.get("original_max_position_embeddings") or original or positions
     match rope.get("rope_type") or rope.get("type"):
         case "longrope" | "su":

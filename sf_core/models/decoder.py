@@ -107,7 +107,7 @@ class LayerFactors:
     down: LowRank | None = None
 
 
-def _apply(factors: LowRank | None, x: torch.Tensor) -> torch.Tensor | None:
+def _apply_lora(factors: LowRank | None, x: torch.Tensor) -> torch.Tensor | None:
     return None if factors is None else factors(x)
 
 
@@ -132,7 +132,7 @@ class Layer:
         factors = self.factors
         width = x.shape[-1:]
         normed = F.rms_norm(x, width, eps=spec.norm_eps)
-        heads = self.qkv(normed, _apply(factors.qkv, normed)).view(x.shape[0], -1, spec.head_dim)
+        heads = self.qkv(normed, _apply_lora(factors.qkv, normed)).view(x.shape[0], -1, spec.head_dim)
         num_qk = spec.num_heads + spec.num_kv_heads
         qk = heads[:, :num_qk]
         v = heads[:, num_qk:]
@@ -140,12 +140,12 @@ class Layer:
             qk = F.rms_norm(qk, (spec.head_dim,), eps=spec.norm_eps) * self.qk_norm
         qk = _rotate(qk, rotations)
         mixed = attend(qk[:, : spec.num_heads], qk[:, spec.num_heads :], v)
-        x = self.out(mixed, x, _apply(factors.out, mixed))
+        x = self.out(mixed, x, _apply_lora(factors.out, mixed))
         normed = F.rms_norm(x, width, eps=spec.norm_eps)
-        gated = self.gated(normed, _apply(factors.gated, normed))
-        return self.down(gated, x, _apply(factors.down, gated))
+        gated = self.gated(normed, _apply_lora(factors.gated, normed))
+        return self.down(gated, x, _apply_lora(factors.down, gated))
 
-    def with_factors(self, get: Get, scale: float) -> Layer:
+    def with_factors(self, get: GetParameter, scale: float) -> Layer:
         """This layer with an adapter of these factors in place of the one it has. `scale`: alpha / rank."""
         return replace(self, factors=_fuse_factors(get, self.spec, self.norms, scale))
 
@@ -168,9 +168,9 @@ class Decoder:
         """Final hidden states [N, hidden] of tokens ids [N] at these positions [N]; not yet multiplied by the
         weight of the last norm."""
         x = F.embedding(ids, self.embedding)
-        turned = rotations(self.spec, positions)
+        rotated = rotations(self.spec, positions)
         for i, layer in enumerate(self.layers):
-            x = layer(x, turned, partial(attend, i))
+            x = layer(x, rotated, partial(attend, i))
         return F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)
 
     def with_factors(self, params: Params, scale: float) -> Decoder:
@@ -193,11 +193,11 @@ def norm_and_head(params: Params) -> tuple[torch.Tensor, torch.Tensor]:
     return params["model.norm.weight"], head
 
 
-Get = Callable[[str], torch.Tensor | None]
+GetParameter = Callable[[str], torch.Tensor | None]
 """A layer's parameter by its name in the layer; None if it has none of that name."""
 
 
-def _layer_of(params: Params, i: int) -> Get:
+def _layer_of(params: Params, i: int) -> GetParameter:
     return lambda name: params.get(f"model.layers.{i}.{name}")
 
 
@@ -206,7 +206,7 @@ UP = "lora_B"
 """Names of the factors of a linear layer, beside its weight."""
 
 
-def fuse_layer(get: Get, spec: DecoderSpec, projections: Projections = PLAIN) -> Layer:
+def fuse_layer(get: GetParameter, spec: DecoderSpec, projections: Projections = PLAIN) -> Layer:
     """Fuse the parameters of a layer. Gradients reach them, so a trainer fuses in each forward pass."""
 
     def weight(name: str) -> torch.Tensor:
@@ -214,17 +214,19 @@ def fuse_layer(get: Get, spec: DecoderSpec, projections: Projections = PLAIN) ->
         assert tensor is not None, name
         return tensor
 
-    pair = partial(_pair, spec)
+    interleave = partial(_interleave_rotary, spec)
 
     def qkv(kind: str) -> torch.Tensor | None:
         q, k, v = (get(f"self_attn.{name}_proj.{kind}") for name in "qkv")
-        return None if q is None or k is None or v is None else torch.cat((pair(q), pair(k), v))
+        return None if q is None or k is None or v is None else torch.cat((interleave(q), interleave(k), v))
 
     def qk_norm() -> torch.Tensor | None:
         q, k = (get(f"self_attn.{name}_norm.weight") for name in "qk")
         if q is None or k is None:
             return None
-        return torch.cat((pair(q).expand(spec.num_heads, -1), pair(k).expand(spec.num_kv_heads, -1)))
+        return torch.cat(
+            (interleave(q).expand(spec.num_heads, -1), interleave(k).expand(spec.num_kv_heads, -1))
+        )
 
     fused = qkv("weight")
     norms = (weight("input_layernorm"), weight("post_attention_layernorm"))
@@ -241,7 +243,7 @@ def fuse_layer(get: Get, spec: DecoderSpec, projections: Projections = PLAIN) ->
 
 
 def _fuse_factors(
-    get: Get, spec: DecoderSpec, norms: tuple[torch.Tensor, torch.Tensor], scale: float
+    get: GetParameter, spec: DecoderSpec, norms: tuple[torch.Tensor, torch.Tensor], scale: float
 ) -> LayerFactors:
     """Fuse the factors of a layer, NAME.lora_A [rank, width in] and NAME.lora_B [width out, rank] of linear
     layers. Gradients reach them."""
@@ -258,7 +260,7 @@ def _fuse_factors(
             if up is None:
                 up = downs[0].new_zeros(width_out, 0)
             elif name in _ROTATED:
-                up = _pair(spec, up)
+                up = _interleave_rotary(spec, up)
             ups.append(up)
         down = torch.cat(downs)
         if norm is not None:
@@ -268,8 +270,12 @@ def _fuse_factors(
     width = spec.head_dim
     inner = (get(f"mlp.{name}_proj.{UP}") for name in ("gate", "up"))
     num_inner = next((up.shape[0] for up in inner if up is not None), 0)
-    kv = spec.num_kv_heads * width
-    heads = {"self_attn.q_proj": spec.num_heads * width, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    kv_width = spec.num_kv_heads * width
+    heads = {
+        "self_attn.q_proj": spec.num_heads * width,
+        "self_attn.k_proj": kv_width,
+        "self_attn.v_proj": kv_width,
+    }
     return LayerFactors(
         low_rank(heads, norms[0]),
         low_rank({"self_attn.o_proj": 0}),
@@ -281,7 +287,7 @@ def _fuse_factors(
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
-def _pair(spec: DecoderSpec, rows: torch.Tensor) -> torch.Tensor:
+def _interleave_rotary(spec: DecoderSpec, rows: torch.Tensor) -> torch.Tensor:
     """Rows [heads * head_dim, ...], or a vector of them, with the two of each rotary pair next to each
     other."""
     # a pair is an element of the first half of a head and the same one of the second half
@@ -300,9 +306,9 @@ def rotations(spec: DecoderSpec, positions: torch.Tensor) -> torch.Tensor:
     return torch.polar(radii, angles).unsqueeze(1)
 
 
-def _rotate(qk: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    turned = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))) * by
-    return torch.view_as_real(turned).flatten(-2).to(qk.dtype)
+def _rotate(qk: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    rotated = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))) * rotation
+    return torch.view_as_real(rotated).flatten(-2).to(qk.dtype)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -56,11 +56,11 @@ def _residual(weight: torch.Tensor, bias: torch.Tensor | None) -> AddProject:
     return lambda x, onto, plus=None: onto + _project(x, plus, weight, bias)
 
 
-def _gate(gate: torch.Tensor, up: torch.Tensor) -> Project:
-    return _gate_by(torch.cat((gate, up)))
+def _gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
+    return _gated_by(torch.cat((gate, up)))
 
 
-def _gate_by(both: torch.Tensor) -> Project:
+def _gated_by(both: torch.Tensor) -> Project:
     def project(x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
         gates, ups = _project(x, plus, both).chunk(2, dim=-1)
         return F.silu(gates) * ups
@@ -68,19 +68,19 @@ def _gate_by(both: torch.Tensor) -> Project:
     return project
 
 
-PLAIN = Projections(_linear, _residual, _gate)
+PLAIN = Projections(_linear, _residual, _gated)
 
 
-def wrap_weights(through: Callable[[torch.Tensor], torch.Tensor]) -> Projections:
+def wrap_weights(transform: Callable[[torch.Tensor], torch.Tensor]) -> Projections:
     """PLAIN, of what a function makes of every weight and bias."""
 
-    def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else through(tensor)
+    def transform_optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else transform(tensor)
 
     return Projections(
-        lambda weight, bias: _linear(through(weight), of(bias)),
-        lambda weight, bias: _residual(through(weight), of(bias)),
-        lambda gate, up: _gate_by(through(torch.cat((gate, up)))),
+        lambda weight, bias: _linear(transform(weight), transform_optional(bias)),
+        lambda weight, bias: _residual(transform(weight), transform_optional(bias)),
+        lambda gate, up: _gated_by(transform(torch.cat((gate, up)))),
     )
 
 

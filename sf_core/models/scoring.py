@@ -25,7 +25,7 @@ CHUNK_BYTES = 64 << 20
 is read and written too often."""
 
 
-KEPT_BYTES = 2 * CHUNK_BYTES
+MAX_CACHED_LOGITS_BYTES = 2 * CHUNK_BYTES
 """Most memory of products with a narrower head that stay for the backward pass."""
 
 
@@ -112,45 +112,47 @@ class _Score(torch.autograd.Function):
         split: Split | None,
         never: int | None,
         fast_head: bool,
-        their_outputs: torch.Tensor | None,
-        their_head: torch.Tensor | None,
+        teacher_outputs: torch.Tensor | None,
+        teacher_head: torch.Tensor | None,
         divergence: str,
     ) -> tuple[torch.Tensor, ...]:
         logprobs = torch.empty_like(scale)
         entropies = torch.empty_like(scale)
-        divergences = None if their_outputs is None else torch.empty_like(scale)
+        divergences = None if teacher_outputs is None else torch.empty_like(scale)
         # what the backward pass needs beside the logits: which of them count, and their log-sum-exp
         lowest = torch.full_like(scale, -torch.inf)
         normalizers = torch.empty_like(scale)
-        cut = (top_p < 1) | (top_k > 0)
-        spare: torch.Tensor | None = None
-        teacher = _predict(their_outputs, their_head, scale, never)
+        is_truncated = (top_p < 1) | (top_k > 0)
+        buffer_for_logprobs: torch.Tensor | None = None
+        teacher = _teacher_chunks(teacher_outputs, teacher_head, scale, never)
         is_narrow = head is not None and head.dtype != torch.float32
-        kept: torch.Tensor | None = None
+        cached_logits: torch.Tensor | None = None
         if head is not None and is_narrow and split is None and any(ctx.needs_input_grad):
-            kept = _room_for_products(outputs, head)
-        chunks = _chunks(outputs, head, scale, split, never, to=kept)
-        for (part, logits), theirs in zip(chunks, teacher, strict=False):
+            cached_logits = _allocate_logits(outputs, head)
+        chunks = _chunks(outputs, head, scale, split, never, to=cached_logits)
+        for (part, logits), teacher_logprobs in zip(chunks, teacher, strict=False):
             chosen = logits.gather(1, token_ids[part].unsqueeze(1))
-            spare = torch.empty_like(logits) if spare is None else spare
-            all_logprobs = torch.log_softmax(logits, 1, out=spare[: len(logits)])
+            buffer_for_logprobs = (
+                torch.empty_like(logits) if buffer_for_logprobs is None else buffer_for_logprobs
+            )
+            all_logprobs = torch.log_softmax(logits, 1, out=buffer_for_logprobs[: len(logits)])
             normalizer = chosen - all_logprobs.gather(1, token_ids[part].unsqueeze(1))
-            if cut[part].any():
+            if is_truncated[part].any():
                 lowest_logit = torch.minimum(cutoff(logits, top_p[part], top_k[part]), chosen)
                 lowest[part] = lowest_logit.squeeze(1)
                 normalizer = logits.masked_fill(logits < lowest_logit, -torch.inf).logsumexp(1, keepdim=True)
             logprobs[part] = (chosen - normalizer).squeeze(1)
             normalizers[part] = normalizer.squeeze(1)
             if divergences is not None:
-                divergences[part] = _diverge(all_logprobs, theirs, divergence, logits)
+                divergences[part] = _divergence(all_logprobs, teacher_logprobs, divergence, logits)
             entropies[part] = -torch.exp(all_logprobs, out=logits).mul_(all_logprobs).sum(1)
         made = lowest, normalizers, divergences
-        ctx.save_for_backward(outputs, head, token_ids, scale, *made, their_outputs, their_head)
+        ctx.save_for_backward(outputs, head, token_ids, scale, *made, teacher_outputs, teacher_head)
         ctx.set_materialize_grads(False)
         ctx.split = split
         ctx.never = never
         ctx.divergence = divergence
-        ctx.kept = kept
+        ctx.cached_logits = cached_logits
         ctx.fast_head = fast_head and is_narrow and has_fast_products(outputs.dtype, outputs.device)
         return (logprobs, entropies) if divergences is None else (logprobs, entropies, divergences)
 
@@ -159,72 +161,84 @@ class _Score(torch.autograd.Function):
     def backward(
         ctx: Any,
         gradient: torch.Tensor | None,
-        of_entropies: torch.Tensor | None,
-        of_divergences: torch.Tensor | None = None,
+        entropies_gradient: torch.Tensor | None,
+        divergences_gradient: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        outputs, head, token_ids, scale, lowest, normalizers, divergences, *theirs = ctx.saved_tensors
-        cut = lowest > -torch.inf
+        outputs, head, token_ids, scale, lowest, normalizers, divergences, *teacher_tensors = (
+            ctx.saved_tensors
+        )
+        is_truncated = lowest > -torch.inf
         gradient = torch.zeros_like(scale) if gradient is None else gradient
         # with a gradient of the others too each part has its own factor
-        is_alone = of_entropies is None and of_divergences is None
+        is_alone = entropies_gradient is None and divergences_gradient is None
         slope = ((gradient if is_alone else 1.0) / scale).unsqueeze(1)
-        to_outputs = torch.empty_like(outputs)
+        outputs_gradient = torch.empty_like(outputs)
         # summed in float32, because there are many chunks; a frozen head has none
         is_learned = head is not None and ctx.needs_input_grad[1]
         # they are overwritten: a second backward pass makes others
-        kept = ctx.kept
-        ctx.kept = None
-        in_one = is_learned and ctx.fast_head and kept is not None
-        to_head = torch.zeros_like(head, dtype=torch.float32) if is_learned and not in_one else None
-        their_outputs, their_head = theirs if of_divergences is not None else (None, None)
-        teacher = _predict(their_outputs, their_head, scale, ctx.never)
-        chunks = _chunks(outputs, head, scale, ctx.split, ctx.never, made=kept)
+        cached_logits = ctx.cached_logits
+        ctx.cached_logits = None
+        is_one_product = is_learned and ctx.fast_head and cached_logits is not None
+        head_gradient_sum = (
+            torch.zeros_like(head, dtype=torch.float32) if is_learned and not is_one_product else None
+        )
+        teacher_outputs, teacher_head = teacher_tensors if divergences_gradient is not None else (None, None)
+        teacher = _teacher_chunks(teacher_outputs, teacher_head, scale, ctx.never)
+        chunks = _chunks(outputs, head, scale, ctx.split, ctx.never, made=cached_logits)
         for (part, logits), target in zip(chunks, teacher, strict=False):
-            others: torch.Tensor | None = None
-            if of_entropies is not None:
-                others = _certainty(logits).mul_(of_entropies[part].unsqueeze(1))
-            if of_divergences is not None:
-                nearing = _nearing(logits, target, ctx.divergence, divergences[part])
-                nearing.mul_(of_divergences[part].unsqueeze(1))
-                others = nearing if others is None else others.add_(nearing)
-            if cut[part].any():
+            extra_gradient: torch.Tensor | None = None
+            if entropies_gradient is not None:
+                extra_gradient = _negative_entropy_gradient(logits).mul_(
+                    entropies_gradient[part].unsqueeze(1)
+                )
+            if divergences_gradient is not None:
+                teacher_gradient = _divergence_gradient(logits, target, ctx.divergence, divergences[part])
+                teacher_gradient.mul_(divergences_gradient[part].unsqueeze(1))
+                extra_gradient = (
+                    teacher_gradient if extra_gradient is None else extra_gradient.add_(teacher_gradient)
+                )
+            if is_truncated[part].any():
                 logits.masked_fill_(logits < lowest[part].unsqueeze(1), -torch.inf)
             # of minus the log-prob, by its logits: the probabilities, less one at the token
-            surprise = logits.sub_(normalizers[part].unsqueeze(1)).exp_()
-            surprise.scatter_add_(
-                1, token_ids[part].unsqueeze(1), surprise.new_full((len(surprise), 1), -1.0)
+            nll_gradient = logits.sub_(normalizers[part].unsqueeze(1)).exp_()
+            nll_gradient.scatter_add_(
+                1, token_ids[part].unsqueeze(1), nll_gradient.new_full((len(nll_gradient), 1), -1.0)
             )
-            if others is not None:
-                surprise.mul_(gradient[part].unsqueeze(1)).add_(others)
+            if extra_gradient is not None:
+                nll_gradient.mul_(gradient[part].unsqueeze(1)).add_(extra_gradient)
             if ctx.split is not None:
-                surprise = surprise[:, ctx.split.own]
+                nll_gradient = nll_gradient[:, ctx.split.own]
             if head is None:
-                to_outputs[part] = surprise.mul_(-slope[part])
+                outputs_gradient[part] = nll_gradient.mul_(-slope[part])
                 continue
-            narrow = surprise.to(head.dtype) if kept is None else kept[part].copy_(surprise)
-            to_outputs[part] = (narrow @ head).mul_(-slope[part])
-            if to_head is None:
+            narrow_gradient = (
+                nll_gradient.to(head.dtype)
+                if cached_logits is None
+                else cached_logits[part].copy_(nll_gradient)
+            )
+            outputs_gradient[part] = (narrow_gradient @ head).mul_(-slope[part])
+            if head_gradient_sum is None:
                 continue
-            weighed = outputs[part].float() * -slope[part]
+            scaled_outputs = outputs[part].float() * -slope[part]
             if ctx.fast_head:
-                to_head.add_(narrow.t() @ weighed.to(head.dtype))
+                head_gradient_sum.add_(narrow_gradient.t() @ scaled_outputs.to(head.dtype))
             else:
-                to_head.addmm_(surprise.t(), weighed)
-        if in_one:
-            of_head = kept.t() @ (outputs.float() * -slope).to(head.dtype)
+                head_gradient_sum.addmm_(nll_gradient.t(), scaled_outputs)
+        if is_one_product:
+            head_gradient = cached_logits.t() @ (outputs.float() * -slope).to(head.dtype)
         else:
-            of_head = None if to_head is None else to_head.to(head.dtype)
-        return to_outputs, of_head, *[None] * 10
+            head_gradient = None if head_gradient_sum is None else head_gradient_sum.to(head.dtype)
+        return outputs_gradient, head_gradient, *[None] * 10
 
 
-def _room_for_products(outputs: torch.Tensor, head: torch.Tensor) -> torch.Tensor | None:
+def _allocate_logits(outputs: torch.Tensor, head: torch.Tensor) -> torch.Tensor | None:
     """For those of all outputs [N, vocabulary], which a backward pass would make again; None if they are
     large."""
     num_bytes = len(outputs) * head.shape[0] * outputs.element_size()
-    return outputs.new_empty((len(outputs), head.shape[0])) if num_bytes <= KEPT_BYTES else None
+    return outputs.new_empty((len(outputs), head.shape[0])) if num_bytes <= MAX_CACHED_LOGITS_BYTES else None
 
 
-def _certainty(logits: torch.Tensor) -> torch.Tensor:
+def _negative_entropy_gradient(logits: torch.Tensor) -> torch.Tensor:
     """The gradient of minus the entropy of each row, by its logits."""
     logprobs = torch.log_softmax(logits, 1)
     probabilities = logprobs.exp()
@@ -232,29 +246,31 @@ def _certainty(logits: torch.Tensor) -> torch.Tensor:
     return probabilities.mul_(logprobs.add_(entropies))
 
 
-def _diverge(
-    logprobs: torch.Tensor, theirs: torch.Tensor, divergence: str, spare: torch.Tensor
+def _divergence(
+    logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, divergence: str, buffer_for_logprobs: torch.Tensor
 ) -> torch.Tensor:
     """[n] divergence of rows of log-probs [n, vocabulary], 0 where they are the teacher's; takes the memory
     of the teacher's and of `spare`."""
     if divergence == "reverse":
-        return theirs.neg_().add_(logprobs).mul_(torch.exp(logprobs, out=spare)).sum(1)
-    torch.exp(theirs, out=spare)
-    return theirs.sub_(logprobs).mul_(spare).sum(1)
+        return (
+            teacher_logprobs.neg_().add_(logprobs).mul_(torch.exp(logprobs, out=buffer_for_logprobs)).sum(1)
+        )
+    torch.exp(teacher_logprobs, out=buffer_for_logprobs)
+    return teacher_logprobs.sub_(logprobs).mul_(buffer_for_logprobs).sum(1)
 
 
-def _nearing(
-    logits: torch.Tensor, theirs: torch.Tensor, divergence: str, divergences: torch.Tensor
+def _divergence_gradient(
+    logits: torch.Tensor, teacher_logprobs: torch.Tensor, divergence: str, divergences: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of minus the divergence of each row, by its logits; takes the memory of the teacher's."""
     logprobs = torch.log_softmax(logits, 1)
     if divergence == "forward":
-        return theirs.exp_().sub_(logprobs.exp_())
-    gaps = theirs.sub_(logprobs)
+        return teacher_logprobs.exp_().sub_(logprobs.exp_())
+    gaps = teacher_logprobs.sub_(logprobs)
     return gaps.add_(divergences.unsqueeze(1)).mul_(logprobs.exp_())
 
 
-def _predict(
+def _teacher_chunks(
     outputs: torch.Tensor | None, head: torch.Tensor | None, scale: torch.Tensor, never: int | None
 ) -> Iterator[Any]:
     """Log-probs of all tokens by a teacher, for the tokens of one chunk of the policy's after the other; None
@@ -262,10 +278,10 @@ def _predict(
     if outputs is None:
         yield from repeat(None)
         return
-    spare: torch.Tensor | None = None
+    buffer_for_logprobs: torch.Tensor | None = None
     for _, logits in _chunks(outputs, head, scale, None, never):
-        spare = torch.empty_like(logits) if spare is None else spare
-        yield torch.log_softmax(logits, 1, out=spare[: len(logits)])
+        buffer_for_logprobs = torch.empty_like(logits) if buffer_for_logprobs is None else buffer_for_logprobs
+        yield torch.log_softmax(logits, 1, out=buffer_for_logprobs[: len(logits)])
 
 
 def _chunks(

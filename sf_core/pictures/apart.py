@@ -1,4 +1,4 @@
-"""Pictures that strangers send are decoded in other processes: a file of 100 kB can take a minute or a GiB.
+"""Decoding of pictures from strangers in separate processes: a file of 100 kB can take a minute or a GiB.
 
 This file is also the program of such a process. It reads from the connection that is its standard input: for
 each picture the limit of CPU time and the sight, as JSON, and then the file. It answers with the size of the
@@ -29,14 +29,14 @@ MAX_MEMORY = 2**30
 pixel. JPEG takes 12 at most, and must, because its decoder does not say that it lacks memory."""
 
 ANSWER_S = 600.0
-"""Most seconds for which an answer is awaited, of a process that gets no CPU."""
+"""Timeout of an answer: the limit of CPU time never ends a process that gets no CPU."""
 
-_GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+_RETURNING_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """Environment in which glibc returns all memory of large pictures to the system."""
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
-_own = threading.local()
+_of_thread = threading.local()
 
 
 class SlowPictureError(Exception):
@@ -50,9 +50,9 @@ class DecoderError(Exception):
 def fit_apart(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
     """As `fit_picture`, with limits: `cpu_s` seconds of CPU time, and MAX_MEMORY. Each thread has a decoder
     of its own. Raises SlowPictureError and DecoderError, too."""
-    if not hasattr(_own, "decoder"):
-        _own.decoder = _Decoder()
-    decoder: _Decoder = _own.decoder
+    if not hasattr(_of_thread, "decoder"):
+        _of_thread.decoder = _Decoder()
+    decoder: _Decoder = _of_thread.decoder
     return decoder.fit(data, sight, cpu_s)
 
 
@@ -73,7 +73,7 @@ class _Decoder:
             facts = json.loads(connection.recv_bytes())
             png = connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise self._reason(error, cpu_s) from None
+            raise self._explain_end(error, cpu_s) from None
         if "refusal" in facts:
             raise UnfitError(facts["refusal"])
         return Fitted(png, **facts)
@@ -81,21 +81,21 @@ class _Decoder:
     def _connect(self) -> Connection:
         if self._process is None or self._connection is None or self._process.poll() is not None:
             try:
-                self._connection, theirs = Pipe()
-                with theirs:
+                self._connection, child_end = Pipe()
+                with child_end:
                     # a group of its own, because the terminal interrupts ours
                     self._process = subprocess.Popen(
                         python_module(__name__),
-                        env=module_environment() | _GIVING_BACK,
-                        stdin=theirs.fileno(),
+                        env=module_environment() | _RETURNING_MEMORY,
+                        stdin=child_end.fileno(),
                         process_group=0,
                     )
             except OSError as error:
                 raise DecoderError(f"no decoder can be started: {error.strerror}") from None
         return self._connection
 
-    def _reason(self, error: Exception, cpu_s: float) -> Exception:
-        """Why there is no answer. The process has ended then."""
+    def _explain_end(self, error: Exception, cpu_s: float) -> Exception:
+        """Why there is no answer. The process has ended afterwards."""
         process = self._process
         self._process = None
         assert process is not None and self._connection is not None
@@ -114,7 +114,7 @@ class _Decoder:
 
 def _answer(call: bytes, data: bytes) -> tuple[dict[str, int | str], bytes]:
     cpu_s, sight = json.loads(call)
-    # its signal ends this process
+    # the signal of the timer, which nothing handles, ends this process
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         fitted = fit_picture(data, Sight(**sight))
@@ -131,9 +131,9 @@ def _answer(call: bytes, data: bytes) -> tuple[dict[str, int | str], bytes]:
 def _serve(connection: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # fit_picture refuses them
+    # fit_picture refuses such pictures itself
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-    # the process that asks has ended
+    # the parent has ended
     with suppress(EOFError, OSError):
         while True:
             facts, png = _answer(connection.recv_bytes(), connection.recv_bytes())

@@ -1,6 +1,7 @@
-"""A picture as a client sends it, made into the one that engine and trainer see. Slow: called in a thread.
+"""Preprocessing of a picture from a client, for engine and trainer alike. Slow: called in a thread.
 
-Neither of them resizes it again: Pillow's and torchvision's ways differ by up to 4e-4 nats.
+Engine and trainer do not resize the picture again: the log-probs after resizing by Pillow and by torchvision
+differ by up to 4e-4 nats.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import io
 from typing import NamedTuple
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from sf_core.pictures.sight import Sight, UnfitError
 
@@ -22,7 +23,7 @@ transparent."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats that are read, as by the providers; for others, such as EPS, Pillow starts programs."""
 
-_FAST = 1
+_COMPRESS_LEVEL = 1
 """Level of PNG's compression. On drawn screens the default takes a third more time and a fifth more
 space, and the highest five times the time."""
 
@@ -43,9 +44,9 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
             _check(opened)
-            height, width = sight.fit(*_turned_size(opened))
+            height, width = sight.fit(*_size_after_exif(opened))
             ImageOps.exif_transpose(opened, in_place=True)
-            picture = _in_colours(opened)
+            picture = _to_rgb(opened)
             if picture.size != (width, height):
                 picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
@@ -55,10 +56,10 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
     except (UnfitError, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise OSError, ValueError, SyntaxError and others
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise UnfitError(f"the picture cannot be decoded: {told}") from None
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise UnfitError(f"the picture cannot be decoded: {message}") from None
     file = io.BytesIO()
-    _on_white(picture).save(file, "PNG", compress_level=_FAST)
+    _on_white(picture).save(file, "PNG", compress_level=_COMPRESS_LEVEL)
     return Fitted(file.getvalue(), height, width)
 
 
@@ -71,13 +72,14 @@ def _check(picture: Image.Image) -> None:
         raise UnfitError("the picture is animated")
 
 
-def _turned_size(picture: Image.Image) -> tuple[int, int]:
-    """Height and width after the turn that EXIF asks for."""
+def _size_after_exif(picture: Image.Image) -> tuple[int, int]:
+    """Height and width after the rotation that EXIF asks for."""
     width, height = picture.size
-    return (width, height) if picture.getexif().get(0x0112) in (5, 6, 7, 8) else (height, width)
+    is_on_its_side = picture.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+    return (width, height) if is_on_its_side else (height, width)
 
 
-def _in_colours(picture: Image.Image) -> Image.Image:
+def _to_rgb(picture: Image.Image) -> Image.Image:
     """In RGB, or in RGBA if parts are transparent; copied only if it must be."""
     if picture.mode.startswith("I"):
         # 16 bits of grey; Pillow would cut off what is above 255

@@ -1,4 +1,4 @@
-"""Where tokens stand for a policy that sees: text in a row, the tokens of a picture in a plane."""
+"""Multimodal rotary positions (M-RoPE) of a prompt: text is a line, and each picture is a grid."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from storage.media import PictureSpan
 
 
 def place_tokens(length: int, pictures: Iterable[PictureSpan]) -> npt.NDArray[np.int64]:
-    """[length, 3] time, row and column of each of so many tokens, which show these pictures, as Qwen2.5-VL
-    counts them: after a picture text goes on behind the larger of its sides."""
-    places = np.empty((length, 3), np.int64)
-    at = reached = 0
+    """[length, 3] time, row and column of each token, as Qwen2.5-VL counts them. The text after a picture
+    continues behind the larger side of its grid."""
+    positions = np.empty((length, 3), np.int64)
+    next_token = 0
+    next_position = 0
     for picture in pictures:
-        _count_on(places[at : picture.start], reached)
-        reached += picture.start - at
+        _fill_text(positions[next_token : picture.start], next_position)
+        next_position += picture.start - next_token
         rows, columns = count_sides(picture)
-        at = picture.start + picture.length
-        seen = np.arange(picture.length)
-        places[picture.start : at] = np.stack([0 * seen, seen // columns, seen % columns], 1) + reached
-        reached += max(rows, columns)
-    _count_on(places[at:], reached)
-    return places
+        next_token = picture.start + picture.length
+        index = np.arange(picture.length)
+        grid = np.stack([0 * index, index // columns, index % columns], 1)
+        positions[picture.start : next_token] = grid + next_position
+        next_position += max(rows, columns)
+    _fill_text(positions[next_token:], next_position)
+    return positions
 
 
 def count_sides(picture: PictureSpan) -> tuple[int, int]:
-    """Tokens of a column and of a row of a whole picture."""
+    """Rows and columns of the tokens of a whole picture."""
     side = math.isqrt(picture.height * picture.width // picture.length)
     return picture.height // side, picture.width // side
 
 
-def _count_on(places: npt.NDArray[np.int64], reached: int) -> None:
-    places[:] = np.arange(reached, reached + len(places))[:, None]
+def _fill_text(positions: npt.NDArray[np.int64], first: int) -> None:
+    """Text counts up alike on all three axes."""
+    positions[:] = np.arange(first, first + len(positions))[:, None]

@@ -1,4 +1,4 @@
-"""How a policy sees pictures, by the files of its Hugging Face folder."""
+"""The configuration of a policy's image processor, from the files of its Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class UnfitError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a policy makes of a picture of a given size."""
+    """The sizes and the tokens that the image processor of a policy gives to pictures."""
 
     token_id: int
     """The placeholder: a picture is as many of it as its length."""
@@ -74,23 +74,23 @@ class Sight:
                 f"the picture has {width} by {height} pixels; the ratio of its sides must not exceed "
                 f"{MAX_ASPECT}"
             )
-        tall = round(height / self.side) * self.side
-        wide = round(width / self.side) * self.side
-        if tall * wide > self.max_pixels:
+        new_height = round(height / self.side) * self.side
+        new_width = round(width / self.side) * self.side
+        if new_height * new_width > self.max_pixels:
             scale = math.sqrt(height * width / self.max_pixels)
-            tall, wide = (
+            new_height, new_width = (
                 max(self.side, math.floor(n / scale / self.side) * self.side) for n in (height, width)
             )
-        elif tall * wide < self.min_pixels:
+        elif new_height * new_width < self.min_pixels:
             scale = math.sqrt(self.min_pixels / (height * width))
-            tall, wide = (math.ceil(n * scale / self.side) * self.side for n in (height, width))
-        if not self.min_pixels <= tall * wide <= self.max_pixels:
+            new_height, new_width = (math.ceil(n * scale / self.side) * self.side for n in (height, width))
+        if not self.min_pixels <= new_height * new_width <= self.max_pixels:
             raise UnfitError(
                 f"the picture has {width} by {height} pixels and cannot be scaled to between "
                 f"{self.min_pixels} and {self.max_pixels} pixels in all without a large change "
                 "of its aspect ratio"
             )
-        return tall, wide
+        return new_height, new_width
 
     def count_tokens(self, height: int, width: int) -> int:
         """Number of tokens of a picture of this size, which is one that `fit` gives."""
@@ -98,12 +98,12 @@ class Sight:
 
 
 def read_sight(folder: str) -> Sight | None:
-    """The sight of the policy in this folder; None if it is not shown pictures. Raises ValueError, one
-    sentence, if a file that tells it is missing or broken."""
-    config = _read(folder, "config.json")
+    """The image processor of the policy in this folder; None if the policy reads no pictures. Raises
+    ValueError, one sentence, if a file of the processor is missing or broken."""
+    config = _read_json(folder, "config.json")
     if config.get("model_type") not in SEEING:
         return None
-    processor = _read(folder, PROCESSOR)
+    processor = _read_json(folder, PROCESSOR)
     try:
         size = processor.get("size") or {}
         low, high = (
@@ -118,7 +118,7 @@ def read_sight(folder: str) -> Sight | None:
         raise ValueError(f"{folder}: {PROCESSOR} or config.json is broken: {error!r}") from None
 
 
-def _read(folder: str, name: str) -> Mapping[str, Any]:
+def _read_json(folder: str, name: str) -> Mapping[str, Any]:
     data = read_if_there(join(folder, name))
     if data is None:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Texts that spell the placeholder of pictures. Encoded as they are, they would show a picture that nobody
-sent: they are mended as half a character is."""
+"""Texts that contain the placeholder of pictures. The tokenizer would encode such a text as a picture that
+nobody sent, so a replacement character is put into the placeholder."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 _BREAK = "\N{REPLACEMENT CHARACTER}"
 
-_UNSHOWN = ("role", "type")
-"""Names of fields that do not stand between texts in a prompt."""
+_FIELDS_WITHOUT_TEXT = ("role", "type")
+"""Fields whose values a template does not put between texts."""
 
 
 class Placeholder:
     def __init__(self, text: str) -> None:
         """`text`: how the tokenizer writes the placeholder."""
         self.text = text
-        self._begins = tuple(text[:length] for length in range(1, len(text)))
+        self._proper_prefixes = tuple(text[:length] for length in range(1, len(text)))
 
     def is_in(self, value: Any) -> bool:
-        """Whether a text of a JSON value spells the placeholder, or its texts do behind each other."""
-        return any(self.text in text for text in _texts(value)) or self._is_joined(value)
+        """Whether a text of a JSON value contains the placeholder, or its texts do when they are joined."""
+        return any(self.text in text for text in _texts(value)) or self._spans_texts(value)
 
     def mend(self, value: Any) -> Any:
         """The value with a character more inside each placeholder, so that nothing is missing of a text.
@@ -34,12 +34,12 @@ class Placeholder:
             mended = _replace(mended, lambda text: text.replace(first, first + _BREAK))
         return mended
 
-    def _is_joined(self, value: Any) -> bool:
+    def _spans_texts(self, value: Any) -> bool:
         if isinstance(value, str):
             return False
         texts = list(_texts(value, names=False))
-        # to join them takes longer, and few texts end like this
-        if not any(text.rstrip().endswith(self._begins) for text in texts[:-1]):
+        # joining all texts takes longer than to look for an end that could begin a placeholder
+        if not any(text.rstrip().endswith(self._proper_prefixes) for text in texts[:-1]):
             return False
         without_space = "".join("".join(texts).split())
         return self.text in without_space
@@ -53,7 +53,7 @@ def _texts(value: Any, *, names: bool = True) -> Iterator[str]:
         if names:
             yield from value
         for name, part in value.items():
-            if name not in _UNSHOWN:
+            if name not in _FIELDS_WITHOUT_TEXT:
                 yield from _texts(part, names=names)
     elif isinstance(value, list):
         for part in value:

@@ -246,7 +246,7 @@ class Gae(Advantage):
         return [(a + v).astype(np.float32) for a, v in zip(self._raw(samples), values, strict=True)]
 
     def _raw(self, samples: Samples) -> list[npt.NDArray[np.float64]]:
-        found = []
+        results = []
         steps = [np.zeros(len(mask)) for mask in samples.masks]
         turns = samples.turns
         for row, end, earned in zip(turns.rows, turns.ends, turns.rewards, strict=True):
@@ -263,8 +263,8 @@ class Gae(Advantage):
                 advantages[token] = advantage
                 following = values[token]
                 reward = 0.0
-            found.append(advantages)
-        return found
+            results.append(advantages)
+        return results
 
 
 class CustomAdvantage(Advantage):

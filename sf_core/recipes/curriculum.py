@@ -130,14 +130,14 @@ class Tasks:
         self.success = Success()
         self.group_size = 1
         self.spare = 0
-        self._books: dict[str, _Book] = {}
+        self._pools: dict[str, _TaskPool] = {}
 
     def set_rules(
         self, rules: Curriculum | None, success: Success | None, group_size: int, spare: int
     ) -> None:
         """What is remembered stays."""
         if (rules, success or Success()) != (self.rules, self.success):
-            self._books.clear()
+            self._pools.clear()
         self.rules = rules
         self.success = success or Success()
         self.group_size = group_size
@@ -149,8 +149,8 @@ class Tasks:
         if self.rules is None or self.rules.pool is None:
             return
         for source in {source for stage in self.rules.stages for source in stage.shares} or {""}:
-            if source not in self._books:
-                self._open_book(self.rules, self.rules.pool, source)
+            if source not in self._pools:
+                self._build_pool(self.rules, self.rules.pool, source)
 
     def pick(self, group: int, batch: int) -> Pick:
         """The task of a new group, which batch number `batch` is expected to take. The group is begun by
@@ -201,8 +201,8 @@ class Tasks:
             self.positions[source] = pick.position
 
     def _update(self, task: TaskRef) -> None:
-        if (book := self._books.get(task.source)) is not None:
-            book.enter(task.number, self.past.get(task, ()), self.in_flight.get(task, 0))
+        if (task_pool := self._pools.get(task.source)) is not None:
+            task_pool.update_task(task.number, self.past.get(task, ()), self.in_flight.get(task, 0))
 
     def _index(self, random: np.random.Generator, rules: Curriculum, source: str) -> tuple[int, int]:
         """The next task of this source, and the place from which the pick after it continues."""
@@ -211,20 +211,20 @@ class Tasks:
             while TaskRef(source, position) in self.in_flight:
                 position += 1
             return position, position + 1
-        book = self._books.get(source) or self._open_book(rules, rules.pool, source)
+        task_pool = self._pools.get(source) or self._build_pool(rules, rules.pool, source)
         if rules.order == "draw" and random.random() >= rules.explore:
-            index, is_free = book.most_useful(random)
+            index, is_free = task_pool.most_useful(random)
         else:
-            index, position, is_free = book.next_worth_it(random, self.seed, position)
+            index, position, is_free = task_pool.next_sampleable(random, self.seed, position)
         self.num_repeated += not is_free
         return index, position
 
-    def _open_book(self, rules: Curriculum, pool: int, source: str) -> _Book:
-        book = self._books[source] = _Book(rules, pool, self.success, source)
+    def _build_pool(self, rules: Curriculum, pool: int, source: str) -> _TaskPool:
+        task_pool = self._pools[source] = _TaskPool(rules, pool, self.success, source)
         for task in self.past.keys() | self.in_flight.keys():
             if task.source == source:
                 self._update(task)
-        return book
+        return task_pool
 
     def _need(self, rules: Curriculum, task: TaskRef) -> int:
         scores = [score for past in self.past.get(task, ()) for score in past.scores]
@@ -234,7 +234,7 @@ class Tasks:
         return rules.sizes.fewer if is_easy else self.group_size
 
 
-class _Book:
+class _TaskPool:
     """What is known of the pool of one source, as arrays, so that many tasks are weighed at once."""
 
     def __init__(self, rules: Curriculum, pool: int, success: Success, source: str) -> None:
@@ -248,37 +248,37 @@ class _Book:
         """Chance that a task is taken when its turn comes [pool]."""
         self.counts: npt.NDArray[np.int64] = np.zeros((pool, 2, 2), np.int64)
         """Sessions of the older and of the newer half of a task's memory, right and wrong [pool, 2, 2]."""
-        self.num_free = self.num_worth_it = pool
+        self.num_free = self.num_sampleable = pool
         """Tasks that are not in flight, and those of them that have a chance."""
 
-    def enter(self, index: int, known: Sequence[PastGroup], num_in_flight: int) -> None:
+    def update_task(self, index: int, known: Sequence[PastGroup], num_in_flight: int) -> None:
         if index >= self.pool:
             # of a pool that was larger
             return
-        self._count(index, -1)
+        self._adjust_totals(index, -1)
         self.busy[index] = num_in_flight > 0
         if self.rules.solved < 1 or self.rules.unsolved < 1:
             self.chance[index] = self._chance(known)
-        self._count(index, 1)
+        self._adjust_totals(index, 1)
         if self.rules.order == "draw":
             half = len(known) // 2
             self.counts[index] = self._judge(known[:half]), self._judge(known[half:])
 
-    def _count(self, index: int, times: int) -> None:
+    def _adjust_totals(self, index: int, times: int) -> None:
         if not self.busy[index]:
             self.num_free += times
-            self.num_worth_it += times * bool(self.chance[index] > 0)
+            self.num_sampleable += times * bool(self.chance[index] > 0)
 
     def _chance(self, known: Sequence[PastGroup]) -> float:
         rules = self.rules
         # what ended with few of its sessions says little of the others
-        telling = [past.scores for past in known if 2 * len(past.scores) >= max(1, past.need)]
-        shares = [_num_right(scores, self.success) / len(scores) for scores in telling]
-        for is_so, chance in (
+        informative = [past.scores for past in known if 2 * len(past.scores) >= max(1, past.need)]
+        shares = [_num_right(scores, self.success) / len(scores) for scores in informative]
+        for matches, chance in (
             (lambda share: share >= rules.solved_share, rules.solved),
             (lambda share: share == 0, rules.unsolved),
         ):
-            streak = next((n for n, share in enumerate(reversed(shares)) if not is_so(share)), len(shares))
+            streak = next((n for n, share in enumerate(reversed(shares)) if not matches(share)), len(shares))
             if streak:
                 return max(chance**streak, rules.floor)
         return 1.0
@@ -289,31 +289,31 @@ class _Book:
         right = sum(_num_right(past.scores, self.success) for past in known)
         return right, sum(len(past.scores) or past.need for past in known) - right
 
-    def next_worth_it(self, random: np.random.Generator, seed: int, position: int) -> tuple[int, int, bool]:
+    def next_sampleable(self, random: np.random.Generator, seed: int, position: int) -> tuple[int, int, bool]:
         """The next task that is free and worth it, the place after it, and True; else the next that is free,
         or just the next, and False. No more than two epochs are looked at."""
-        other = None
+        fallback = None
         for start, indices in self._ahead(seed, position):
             free = ~self.busy[indices]
             found = free & (random.random(len(indices)) < self.chance[indices])
             if found.any():
                 at = int(found.argmax())
                 return int(indices[at]), start + at + 1, True
-            if other is None and (free.any() or self.num_free == 0):
+            if fallback is None and (free.any() or self.num_free == 0):
                 at = int(free.argmax())
-                other = int(indices[at]), start + at + 1
-            if other is not None and self.num_worth_it == 0:
+                fallback = int(indices[at]), start + at + 1
+            if fallback is not None and self.num_sampleable == 0:
                 break
-        assert other is not None, "two epochs have every task"
-        return *other, False
+        assert fallback is not None, "two epochs have every task"
+        return *fallback, False
 
     def _ahead(self, seed: int, position: int) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
         """Places from this one on, and the tasks there, two epochs of them."""
         end = position + 2 * self.pool
         width = FIRST_LOOK
         while position < end:
-            epoch, place = divmod(position, self.pool)
-            indices = _order(seed, self.source, epoch, self.pool)[place : place + width]
+            epoch, offset = divmod(position, self.pool)
+            indices = _order(seed, self.source, epoch, self.pool)[offset : offset + width]
             yield position, indices
             position = position + len(indices)
             width = 4 * width

@@ -300,12 +300,12 @@ class LossConfig(Settings):
     @property
     def needs(self) -> frozenset[Score]:
         """Scores that the loss itself takes, beside those of advantages and weights."""
-        found = set(self.policy.needs)
+        scores_needed = set(self.policy.needs)
         if self.ratio_to == "step_start" or self.correction is not None:
-            found.add("start")
+            scores_needed.add("start")
         if self.kl is not None:
-            found |= {"reference"} if self.kl.place == "loss" else {"reference", "start"}
-        return frozenset(found)
+            scores_needed |= {"reference"} if self.kl.place == "loss" else {"reference", "start"}
+        return frozenset(scores_needed)
 
     def reference_of(self, now: int) -> int:
         """Version that is the reference of the step from this version: that of `kl`, else the start."""

@@ -15,11 +15,11 @@ from storage.tables.schema import NOT_SAMPLED
 
 def samples_of(rows: pa.Table, iteration: int) -> Samples:
     """The samples of rows of storage.tables.trajectories, of which none lacks a reward."""
-    sessions, first = _codes(rows["session_id"])
-    truncated = np.bincount(sessions, weights=_cut_off(rows["turns"])) > 0
+    sessions, first = _encode_labels(rows["session_id"])
+    truncated = np.bincount(sessions, weights=_is_cut_off(rows["turns"])) > 0
     return Samples(
         rewards=rows["reward"].to_numpy()[first],
-        groups=_codes(rows["group_id"].take(pa.array(first)))[0],
+        groups=_encode_labels(rows["group_id"].take(pa.array(first)))[0],
         truncated=truncated,
         statuses=rows["status"].take(pa.array(first)).to_pylist(),
         sessions=sessions,
@@ -35,11 +35,13 @@ def samples_of(rows: pa.Table, iteration: int) -> Samples:
 
 
 def _parents(rows: pa.Table) -> npt.NDArray[np.int64]:
-    places = {branch: row for row, branch in enumerate(_names(rows, "branch_id"))}
-    return np.array([places.get(parent, -1) for parent in _names(rows, "parent_branch_id")], np.int64)
+    row_of_branch = {branch: row for row, branch in enumerate(_branch_keys(rows, "branch_id"))}
+    return np.array(
+        [row_of_branch.get(parent, -1) for parent in _branch_keys(rows, "parent_branch_id")], np.int64
+    )
 
 
-def _names(rows: pa.Table, column: str) -> list[tuple[str, str | None]]:
+def _branch_keys(rows: pa.Table, column: str) -> list[tuple[str, str | None]]:
     """Branches are unique in their session."""
     return list(zip(rows["session_id"].to_pylist(), rows[column].to_pylist(), strict=True))
 
@@ -51,8 +53,8 @@ def _turns(turns: pa.ChunkedArray) -> Turns:
     sampled = pc.is_valid(pc.struct_field(flat, "engine"))
 
     def column(name: str) -> npt.NDArray[np.float64]:
-        found = pc.struct_field(flat, name).filter(sampled)
-        values: npt.NDArray[np.float64] = found.fill_null(0).to_numpy(zero_copy_only=False)
+        values_or_null = pc.struct_field(flat, name).filter(sampled)
+        values: npt.NDArray[np.float64] = values_or_null.fill_null(0).to_numpy(zero_copy_only=False)
         return values
 
     return Turns(
@@ -63,13 +65,13 @@ def _turns(turns: pa.ChunkedArray) -> Turns:
     )
 
 
-def _codes(labels: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _encode_labels(labels: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Number of each label in the order in which they come, and the place of the first of each."""
     codes = labels.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
     return codes, np.unique(codes, return_index=True)[1]
 
 
-def _cut_off(turns: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+def _is_cut_off(turns: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     """Whether the last turn that was sampled in each row ended at a limit of tokens."""
     lists = turns.combine_chunks()
     reasons = pc.struct_field(lists.flatten(), "finish_reason")

@@ -51,7 +51,7 @@ class Teacher(Component):
 
         over the trained tokens u of the row, where both are log-probs. The policy's is the trainer's own at
         the start of the step: a teacher that is the policy adds exactly 0."""
-        found = []
+        rewards_of_rows = []
         rows = zip(samples.scores["teacher"], samples.scores["start"], samples.masks, strict=True)
         for teacher, start, mask in rows:
             gains = teacher[mask].astype(np.float64) - start[mask]
@@ -59,5 +59,5 @@ class Teacher(Component):
                 gains[token] += self.discount * gains[token + 1]
             added = np.zeros(len(mask), np.float32)
             added[mask] = self.coefficient * gains
-            found.append(added)
-        return found
+            rewards_of_rows.append(added)
+        return rewards_of_rows

@@ -34,7 +34,7 @@ class Overlong(Weight):
     advantage: the tokens count in the mean, with advantage 0."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
-        return _without(samples.truncated, self.effect, samples, advantages)
+        return _exclude_sessions(samples.truncated, self.effect, samples, advantages)
 
 
 class Unparsed(Weight):
@@ -47,7 +47,7 @@ class Unparsed(Weight):
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         failed = np.array([status == "unparsed_call" for status in samples.statuses])
-        return _without(failed, self.effect, samples, advantages)
+        return _exclude_sessions(failed, self.effect, samples, advantages)
 
 
 class Fresh(Weight):
@@ -99,8 +99,8 @@ class EntropyConfidence(Weight):
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         surprise = [1 - np.exp(row) for row in samples.scores["start"]]
-        of_entropy = _standard(samples, samples.scores["entropy"])
-        of_surprise = _standard(samples, surprise)
+        of_entropy = _standardize(samples, samples.scores["entropy"])
+        of_surprise = _standardize(samples, surprise)
         changed = []
         for advantage, entropy_score, surprise_score in zip(advantages, of_entropy, of_surprise, strict=True):
             factor = 1 + self.strength * np.clip(entropy_score + surprise_score, -2, 2)
@@ -184,17 +184,17 @@ def ones(samples: Samples) -> Values:
     return [np.ones(len(mask), np.float32) for mask in samples.masks]
 
 
-def _without(
+def _exclude_sessions(
     sessions: npt.NDArray[np.bool_], effect: str, samples: Samples, advantages: Values
 ) -> tuple[Values, Values]:
     """Leave out these sessions [S]: their tokens, or only what these teach."""
-    kept = samples.spread(np.where(sessions, 0.0, 1.0))
+    factors = samples.spread(np.where(sessions, 0.0, 1.0))
     if effect == "weight":
-        return kept, advantages
-    return ones(samples), [a * keep for a, keep in zip(advantages, kept, strict=True)]
+        return factors, advantages
+    return ones(samples), [value * factor for value, factor in zip(advantages, factors, strict=True)]
 
 
-def _standard(samples: Samples, values: Values) -> Values:
+def _standardize(samples: Samples, values: Values) -> Values:
     """Standard scores of the values among those of all trained tokens; 0 if all of these are equal."""
     tokens = samples.select_trained(values)
     scale = np.float32(tokens.std()) if tokens.size else np.float32(0)

@@ -66,10 +66,10 @@ def _find_changes(folded: Mapping[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for key, _, value in find_differences(default, opened):
         *sections, name = key.split(".")
-        here = changes
+        section_changes = changes
         for section in sections:
-            here = here.setdefault(section, {})
-        here[name] = value
+            section_changes = section_changes.setdefault(section, {})
+        section_changes[name] = value
     return changes
 
 
@@ -101,8 +101,12 @@ def _fold(run: JsonSchemaValue, handler: GetJsonSchemaHandler) -> JsonSchemaValu
     for name, field in run["properties"].items():
         if "$ref" in field:
             section = handler.resolve_ref_schema(field)
-            told = {"title": name, "description": section["description"], "position": field["position"]}
-            field = _or_none(section | {"title": OPEN}) | told
+            presentation = {
+                "title": name,
+                "description": section["description"],
+                "position": field["position"],
+            }
+            field = _or_none(section | {"title": OPEN}) | presentation
         fields[name] = field
     opened = {"type": "object", "title": OPEN, "properties": fields, "additionalProperties": False}
     return _or_none(opened) | {"title": ALL, "description": TOLD}

@@ -76,12 +76,12 @@ def _tidy(schema: Any) -> Any:
     """The schema without what only forms read, and without keys that no pattern allows."""
     if not isinstance(schema, dict):
         return [_tidy(part) for part in schema] if isinstance(schema, list) else schema
-    kept: dict[str, Any] = {}
+    tidied: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("properties", "patternProperties", "$defs"):
-            kept[key] = {name: _tidy(part) for name, part in value.items()}
+            tidied[key] = {name: _tidy(part) for name, part in value.items()}
         elif key in ("default", "enum", "required"):
-            kept[key] = value
+            tidied[key] = value
         elif key not in ("title", "position", "discriminator"):
-            kept[key] = _tidy(value)
-    return kept | ({"additionalProperties": False} if "patternProperties" in kept else {})
+            tidied[key] = _tidy(value)
+    return tidied | ({"additionalProperties": False} if "patternProperties" in tidied else {})

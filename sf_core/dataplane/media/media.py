@@ -33,7 +33,7 @@ _quick = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="pic
 _slow = ThreadPoolExecutor(2, thread_name_prefix="slow-pictures")
 """Few, because a picture may take 1 GiB while it is decoded. Each thread has a process that decodes."""
 
-_PLAIN = bytes.maketrans(b"-_", b"+/")
+_TO_STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")
 """Base64 has other letters in URLs, which google-genai sends."""
 
 _Source = tuple[bytes, Sight]
@@ -57,9 +57,9 @@ class Media:
         """Give the parts that show these pictures their facts; the pictures are stored then. Raises ApiError
         400 for one that cannot be shown, and 503 if one cannot be stored."""
         digests = await asyncio.to_thread(_digest, sent)
-        # one after the other: a request has one place in the lanes
-        for one, digest in zip(sent, digests, strict=True):
-            one.part.update(await self._wait(one.where, self._make(one, (digest, sight))))
+        # one after the other: a request has one slot in the lanes
+        for picture, digest in zip(sent, digests, strict=True):
+            picture.part.update(await self._wait(picture.where, self._make(picture, (digest, sight))))
 
     def _make(self, sent: SentPicture, source: _Source) -> asyncio.Future[Part | _Unusable]:
         if (made := self._made.get(source)) is None:
@@ -99,7 +99,7 @@ class Media:
 
 
 def _digest(sent: Sequence[SentPicture]) -> list[bytes]:
-    return [blake2b(one.data.encode(), digest_size=16).digest() for one in sent]
+    return [blake2b(picture.data.encode(), digest_size=16).digest() for picture in sent]
 
 
 async def _choose_lane(data: str, sight: Sight, folder: str) -> Part | _Unusable:
@@ -117,7 +117,7 @@ async def _choose_lane(data: str, sight: Sight, folder: str) -> Part | _Unusable
 def _make(data: str, sight: Sight, folder: str, cpu_s: float) -> Part | _Unusable:
     """The facts of a picture, which is stored. Raises SlowPictureError, DecoderError and OSError."""
     try:
-        fitted = fit_apart(a2b_base64(data.encode().translate(_PLAIN)), sight, cpu_s)
+        fitted = fit_apart(a2b_base64(data.encode().translate(_TO_STANDARD_BASE64)), sight, cpu_s)
     except Base64Error:
         return _Unusable("its base64 is broken")
     except ValueError as error:

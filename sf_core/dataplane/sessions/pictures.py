@@ -1,5 +1,5 @@
 """The pictures of one session, numbered by their first appearance in the messages of its prompts. Its tokens
-hold names made of these numbers in place of placeholders (sf_core/pictures/spans.py)."""
+hold negative ids made of these numbers in place of placeholders (sf_core/pictures/spans.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PICTURE_BYTES = 300
 """Measured memory of a number and a size."""
 
 Namer = Callable[[Ids], Ids]
-"""Puts names into the ids with which a prompt's rendering ends, where each picture is one placeholder."""
+"""Replaces each placeholder among the last ids of a rendered prompt by the negative id of its picture, once
+for each token of the picture."""
 
 
 class Pictures:
@@ -38,23 +39,24 @@ class Pictures:
         if sight is None:
             return lambda ids: ids
         numbers = {sha256: number for number, sha256 in enumerate(self._sizes)}
-        names = []
+        picture_ids = []
         lengths = []
         for part in list_pictures(messages):
-            names.append(name_of(numbers.setdefault(part["sha256"], len(numbers))))
+            picture_ids.append(name_of(numbers.setdefault(part["sha256"], len(numbers))))
             lengths.append(sight.count_tokens(part["height"], part["width"]))
 
-        def name(ids: Ids) -> Ids:
-            places = np.flatnonzero(ids == sight.token_id)
-            if not len(places):
+        def expand(ids: Ids) -> Ids:
+            placeholders = np.flatnonzero(ids == sight.token_id)
+            if not len(placeholders):
                 return ids
-            named = ids.copy()
+            with_ids = ids.copy()
             repeats = np.ones(len(ids), np.int64)
-            named[places] = names[-len(places) :]
-            repeats[places] = lengths[-len(places) :]
-            return np.repeat(named, repeats)
+            # the ids are the end of the prompt, so its placeholders are the last ones
+            with_ids[placeholders] = picture_ids[-len(placeholders) :]
+            repeats[placeholders] = lengths[-len(placeholders) :]
+            return np.repeat(with_ids, repeats)
 
-        return name
+        return expand
 
     def read(self, named: Ids, sight: Sight) -> tuple[Ids, list[PictureSpan]]:
         """The ids as the network reads them, and where which picture is."""

@@ -51,11 +51,11 @@ def _convert(gguf: Path, folder: Path, template: str | None) -> None:
     from sf_core.models.pretrained.needed_weights import check_loaded
 
     logging.disable_progress_bar()
-    place: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **place)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, dtype=torch.float32, output_loading_info=True, **place
+            gguf.parent, dtype=torch.float32, output_loading_info=True, **source
         )
     except ImportError as error:
         raise ValueError(
@@ -63,8 +63,8 @@ def _convert(gguf: Path, folder: Path, template: str | None) -> None:
             f"seamlessflow installs: {' '.join(str(error).split())}"
         ) from error
     except Exception as error:  # whatever transformers' reader of an architecture may raise
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{gguf} cannot be read by transformers: {told}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{gguf} cannot be read by transformers: {message}") from error
     read, found = loaded
     check_loaded(str(gguf), read, found)
     if template is not None:

@@ -21,10 +21,10 @@ from storage.tensors.weights import open_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SHOWN = 3
+_MAX_NAMES_LISTED = 3
 """Most names that a sentence lists."""
 
-_OF_A_WHOLE = frozenset({"text_config", "vision_config"})
+_SUBCONFIG_KEYS = frozenset({"text_config", "vision_config"})
 """Keys in the config.json of a model with a tower: those of its parts."""
 
 _WRAPPERS = {
@@ -37,7 +37,7 @@ _WRAPPERS = {
 
 _LAYER = re.compile(r"[a-z_]+\.\d+\.")
 
-_AGAIN = "download the model again, or save all of its weights"
+_DEFAULT_REMEDY = "download the model again, or save all of its weights"
 
 
 class UnknownModelError(ValueError):
@@ -59,7 +59,7 @@ class Lack:
     def __bool__(self) -> bool:
         return bool(self.missing or self.misshapen)
 
-    def tell(self, folder: str, stored: Collection[str] = (), remedy: str = _AGAIN) -> str:
+    def tell(self, folder: str, stored: Collection[str] = (), remedy: str = _DEFAULT_REMEDY) -> str:
         """One sentence about the folder. `stored`: the names that are there."""
         if not self.missing:
             name, (found, expected) = next(iter(self.misshapen.items()))
@@ -68,35 +68,36 @@ class Lack:
                 f"its config.json describes ({name} has {[*found]}, expected {[*expected]}): use the weights "
                 f"and the config.json of the same model, or {remedy}"
             )
-        if added := self._find_added(stored):
-            wrapper = f", which {_WRAPPERS[added]} adds" if added in _WRAPPERS else ""
+        if prefix := self._find_prefix(stored):
+            wrapper = f", which {_WRAPPERS[prefix]} adds" if prefix in _WRAPPERS else ""
             return (
-                f"the names of the weights in {folder} contain {added!r}{wrapper}, so {len(self.missing)} of "
-                f"the {self.num_needed} weights that a {self.kind} model needs are not found: save the model "
-                f"that is wrapped, or strip {added!r} from the names with safetensors.torch: "
-                f"save_file({{name.replace({added!r}, ''): tensor for name, tensor in "
+                f"the names of the weights in {folder} contain {prefix!r}{wrapper}, so {len(self.missing)} "
+                f"of the {self.num_needed} weights that a {self.kind} model needs are not found: save the "
+                f"model that is wrapped, or strip {prefix!r} from the names with safetensors.torch: "
+                f"save_file({{name.replace({prefix!r}, ''): tensor for name, tensor in "
                 "load_file(FILE).items()}, FILE)"
             )
-        names = ", ".join(self.missing[:_SHOWN]) + ", ..." * (len(self.missing) > _SHOWN)
+        ellipsis = ", ..." if len(self.missing) > _MAX_NAMES_LISTED else ""
+        names = ", ".join(self.missing[:_MAX_NAMES_LISTED]) + ellipsis
         return (
             f"{folder} lacks {len(self.missing)} of the {self.num_needed} weights that a {self.kind} model "
             f"needs ({names}): {remedy}"
         )
 
-    def _find_added(self, stored: Collection[str]) -> str | None:
+    def _find_prefix(self, stored: Collection[str]) -> str | None:
         """What must be removed from the stored names so that fewer are missing."""
         first = self.missing[0]
         before = (name.removesuffix(first) for name in stored if name.endswith(f".{first}"))
-        for added in (*_WRAPPERS, *sorted({*before})):
-            changed = {name.replace(added, "") for name in stored if added in name}
+        for prefix in (*_WRAPPERS, *sorted({*before})):
+            changed = {name.replace(prefix, "") for name in stored if prefix in name}
             # the model may call what is within otherwise than its files
             if changed and (len(changed) == len(stored) or changed.intersection(self.missing)):
-                return added
+                return prefix
         return None
 
 
 def check_weights(
-    shape: Mapping[str, Any], folder: str, setting: str, *, part: bool = False, remedy: str = _AGAIN
+    shape: Mapping[str, Any], folder: str, setting: str, *, part: bool = False, remedy: str = _DEFAULT_REMEDY
 ) -> None:
     """Raises ValueError, one sentence that names the setting, if the weights in a folder are not all those of
     the model that a config.json describes. `part`: as that of `find_lack`."""
@@ -116,9 +117,9 @@ def find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], *, 
     have no tower that sees, which versions of a policy do not have. Raises UnknownModelError."""
     sizes = {name: [*size] for name, size in stored.items()}
     # of a model without a tower, a version is the whole: the question that was asked for version 0
-    part = part and not _OF_A_WHOLE.isdisjoint(shape)
+    part = part and not _SUBCONFIG_KEYS.isdisjoint(shape)
     found = call_apart(_find_lack, dict(shape), sizes, part, raises=[UnknownModelError])
-    _counted[_key(shape)] = found["parameters"]
+    _parameter_counts[_cache_key(shape)] = found["parameters"]
     return Lack(**found["lack"])
 
 
@@ -137,15 +138,17 @@ def _find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], pa
         dtype=torch.float32,
         weight_mapping=get_model_conversion_mapping(model),
     )
-    with _in_silence():
-        found, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
-        model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
-    model._adjust_missing_and_unexpected_keys(found)
+    with _silence_transformers():
+        loading_info, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
+        model.tie_weights(missing_keys=loading_info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(loading_info)
     # both would be named where both are missing
-    missing = found.missing_keys - {name for name, of in _tied(model).items() if of in found.missing_keys}
-    shapes = {name: (tuple(got), tuple(wanted)) for name, got, wanted in found.mismatched_keys}
-    misshapen = {name: shapes[name] for name in _in_order(shapes)}
-    lack = Lack(str(shape["model_type"]), num_needed, _in_order(missing), misshapen)
+    missing = loading_info.missing_keys - {
+        name for name, of in _tied_weights(model).items() if of in loading_info.missing_keys
+    }
+    shapes = {name: (tuple(got), tuple(wanted)) for name, got, wanted in loading_info.mismatched_keys}
+    misshapen = {name: shapes[name] for name in _sort_by_layer(shapes)}
+    lack = Lack(str(shape["model_type"]), num_needed, _sort_by_layer(missing), misshapen)
     return {"lack": asdict(lack), "parameters": count_needed(shape)}
 
 
@@ -159,26 +162,26 @@ def _find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> di
     from transformers.core_model_loading import revert_weight_conversion
 
     model: Any = make_empty(shape)
-    tied = _tied(model)
+    tied = _tied_weights(model)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     needed = revert_weight_conversion(model, tensors)
-    modules = {_module_of(_within(name)) for name in stored}
+    modules = {_module_name(_name_in_layer(name)) for name in stored}
     # codes may be in modules inside that of the weight
-    modules |= {_module_of(module) for module in modules}
-    missing = [name for name in needed if _module_of(_within(name)) not in modules]
-    return asdict(Lack(str(shape["model_type"]), len(needed), _in_order(missing)))
+    modules |= {_module_name(module) for module in modules}
+    missing = [name for name in needed if _module_name(_name_in_layer(name)) not in modules]
+    return asdict(Lack(str(shape["model_type"]), len(needed), _sort_by_layer(missing)))
 
 
-def _module_of(name: str) -> str:
+def _module_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _tied(model: Any) -> dict[str, str]:
+def _tied_weights(model: Any) -> dict[str, str]:
     """Names of weights that are others, by the names of those."""
     return dict(getattr(model, "all_tied_weights_keys", {}))
 
 
-def _within(name: str) -> str:
+def _name_in_layer(name: str) -> str:
     """A name from its layer on, as families name what is around differently."""
     found = _LAYER.search(name)
     return name[found.start() :] if found else ".".join(name.split(".")[-2:])
@@ -187,40 +190,40 @@ def _within(name: str) -> str:
 def count_needed(shape: Mapping[str, Any]) -> int:
     """Number of parameters of the model that a config.json describes, without a tower that sees. Weights that
     are tied count once. Raises UnknownModelError."""
-    if (key := _key(shape)) not in _counted:
-        _counted[key] = call_apart(_count, dict(shape), raises=[UnknownModelError])
-    return _counted[key]
+    if (key := _cache_key(shape)) not in _parameter_counts:
+        _parameter_counts[key] = call_apart(_count_on_meta, dict(shape), raises=[UnknownModelError])
+    return _parameter_counts[key]
 
 
-_counted: dict[str, int] = {}
+_parameter_counts: dict[str, int] = {}
 """Numbers of parameters, by the text of a config.json."""
 
 
-def _key(shape: Mapping[str, Any]) -> str:
+def _cache_key(shape: Mapping[str, Any]) -> str:
     return json.dumps(shape, sort_keys=True)
 
 
-def _count(shape: Mapping[str, Any]) -> int:
+def _count_on_meta(shape: Mapping[str, Any]) -> int:
     return sum(parameter.numel() for parameter in make_empty(shape, part=True).parameters())
 
 
 def load_model(kind: Any, folder: str, **options: Any) -> Any:
     """A model with the weights of a folder, in evaluation mode. `kind`: its class in transformers. Raises
     ValueError as `check_loaded`."""
-    model, found = kind.from_pretrained(
+    model, loading_info = kind.from_pretrained(
         folder, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
     )
-    check_loaded(folder, model, found)
+    check_loaded(folder, model, loading_info)
     return model.eval()
 
 
-def check_loaded(folder: str, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
+def check_loaded(folder: str, model: PreTrainedModel, loading_info: Mapping[str, Any]) -> None:
     """Raises ValueError, one sentence, if the loader of transformers has drawn weights of a model at random.
     `found`: what it says of its loading."""
-    missing = _in_order(found["missing_keys"])
+    missing = _sort_by_layer(loading_info["missing_keys"])
     if missing:
         lack = Lack(model.config.model_type, _count_tensors(model), missing)
-        raise ValueError(lack.tell(folder, found["unexpected_keys"]))
+        raise ValueError(lack.tell(folder, loading_info["unexpected_keys"]))
 
 
 def _count_tensors(model: Any) -> int:
@@ -228,7 +231,7 @@ def _count_tensors(model: Any) -> int:
     return len({id(tensor) for tensor in model.state_dict(keep_vars=True).values()})
 
 
-def _in_order(names: Collection[str]) -> list[str]:
+def _sort_by_layer(names: Collection[str]) -> list[str]:
     """Names of weights in the order of their layers."""
     return sorted(names, key=lambda name: [(part.isdigit(), part.zfill(9)) for part in name.split(".")])
 
@@ -257,13 +260,13 @@ def make_empty(shape: Mapping[str, Any], *, part: bool = False) -> PreTrainedMod
             model: PreTrainedModel = kind.from_config(config, trust_remote_code=False)
     # whatever the code of an architecture raises for a configuration that it cannot use
     except Exception as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UnknownModelError(f"transformers makes no model from its config.json: {told}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UnknownModelError(f"transformers makes no model from its config.json: {message}") from error
     return model
 
 
 @contextmanager
-def _in_silence() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Keeps the loader from writing to the terminal."""
     from transformers.utils import logging
 

