@@ -100,7 +100,7 @@ class TurnEndpoint:
             if requests[0].left_out.pictures:
                 await _show_pictures(requests[0], turns)
                 recheck()
-            identity = await apart(asked.is_large, RequestIdentity.of, scope["headers"], data)
+            identity = await apart(asked.is_large, RequestIdentity.from_request, scope["headers"], data)
             return asked, await open_turns(
                 *(turns, session, requests, identity), is_large=asked.is_large, recheck=recheck
             )

@@ -14,8 +14,8 @@ EVENT_S = 1 / 8000
 
 
 class StreamPace:
-    """Wakes the readers of streams in rounds. A round begins at once, but not before `event_s` has passed for
-    each event of the round before: few streams never wait."""
+    """Wakes the readers of streams in rounds. A round begins at once, but at the earliest `event_s` per event
+    after the previous round began: a few streams never wait."""
 
     def __init__(self, event_s: float = EVENT_S) -> None:
         self._event_s = event_s

@@ -41,11 +41,11 @@ class Chat(OpenAI):
     schema_fields = frozenset({"response_format"})
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        chosen = body.get("tool_choice")
-        function = chosen.get("function") if isinstance(chosen, dict) else None
-        named = function.get("name") if isinstance(function, dict) else None
-        choice, tools = read_choice(body, _parse_tools(body.get("tools")), named)
-        limit = positive(body, "max_completion_tokens")
+        choice = body.get("tool_choice")
+        function = choice.get("function") if isinstance(choice, dict) else None
+        function_name = function.get("name") if isinstance(function, dict) else None
+        tool_choice, tools = read_choice(body, _parse_tools(body.get("tools")), function_name)
+        max_completion_tokens = positive(body, "max_completion_tokens")
         left_out = LeftOut(sees)
         get(body, "stream_options", (dict,), {})
         return [
@@ -53,10 +53,12 @@ class Chat(OpenAI):
                 messages=check_conversation(_parse_messages(body.get("messages"), left_out), "messages"),
                 tools=tools,
                 template_options=template_options(body, body.get("reasoning_effort")),
-                tool_choice=choice,
+                tool_choice=tool_choice,
                 schema=answer_schema(body, "response_format"),
                 stop=parse_stop(body),
-                max_tokens=positive(body, "max_tokens") if limit is None else limit,
+                max_tokens=(
+                    positive(body, "max_tokens") if max_completion_tokens is None else max_completion_tokens
+                ),
                 sampling=read_sampling(body),
                 seed=get(body, "seed", (int,), None),
                 num_samples=positive(body, "n", MAX_TURNS) or 1,
@@ -150,7 +152,8 @@ def _parse_messages(messages: Any, left_out: LeftOut) -> list[Message]:
 
 
 def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
-    """The canonical message: only what a model can see, and equal for messages that mean the same."""
+    """The canonical message: it holds only the parts that a model can see, and is equal for equivalent
+    messages."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise WrongField(where, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}")
@@ -159,17 +162,20 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
         parsed["content"] = read_result(message.get("content"), f"{where}.content", left_out)
         parsed["tool_call_id"] = message.get("tool_call_id")
     else:
-        shown = left_out if message["role"] == "user" else None
-        parsed["content"] = read_content(message.get("content"), f"{where}.content", shown)
+        may_have_pictures = message["role"] == "user"
+        pictures_in = left_out if may_have_pictures else None
+        parsed["content"] = read_content(message.get("content"), f"{where}.content", pictures_in)
     if message["role"] == "assistant":
-        given = (message.get(name) for name in ("reasoning", "reasoning_content"))
-        if (reasoning := next((text for text in given if isinstance(text, str)), None)) is not None:
-            parsed["reasoning_content"] = reasoning
+        for name in ("reasoning", "reasoning_content"):
+            if isinstance(message.get(name), str):
+                parsed["reasoning_content"] = message[name]
+                break
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list):
                 raise WrongField(where, f"{where}.tool_calls must be a list, got {kind_of(calls)}")
-            named = [(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-            parsed["tool_calls"] = [_parse_call(call, at, left_out) for call, at in named]
+            parsed["tool_calls"] = [
+                _parse_call(call, f"{where}.tool_calls[{i}]", left_out) for i, call in enumerate(calls)
+            ]
     if isinstance(message.get("name"), str):
         parsed["name"] = message["name"]
     return parsed

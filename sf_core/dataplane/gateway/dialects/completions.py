@@ -70,7 +70,7 @@ class CompletionsReply(ChoicesReply):
 
     def __init__(self, reply_id: str, body: Body) -> None:
         super().__init__(reply_id, body)
-        self._lengths: dict[int, int] = {}
+        self._num_characters: dict[int, int] = {}
         """Number of characters, per choice, of the tokens whose log-probs were sent."""
 
     def whole(self, answers: list[Answer]) -> bytes:
@@ -105,7 +105,9 @@ class CompletionsReply(ChoicesReply):
 
     def _logprobs(self, index: int, entries: list[TokenLogprob]) -> dict[str, Any]:
         lengths = [len(entry.text) for entry in entries]
-        *offsets, self._lengths[index] = itertools.accumulate(lengths, initial=self._lengths.get(index, 0))
+        *offsets, self._num_characters[index] = itertools.accumulate(
+            lengths, initial=self._num_characters.get(index, 0)
+        )
         return {
             "tokens": [entry.text for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
@@ -119,10 +121,11 @@ def _parse_prompts(prompt: Any) -> list[str | list[int]]:
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise WrongField(
-            "prompt", ("prompt must be a text, a list of texts, a list of token ids or a list of such lists")
+            "prompt", "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
         )
-    for i, one in enumerate(prompt):
-        if not one or not (isinstance(one, str) or _is_ids(one)):
+    for i, text_or_ids in enumerate(prompt):
+        is_text = isinstance(text_or_ids, str) and bool(text_or_ids)
+        if not is_text and not _is_ids(text_or_ids):
             raise WrongField("prompt", f"prompt[{i}] must be a non-empty text or a list of token ids")
     return prompt
 

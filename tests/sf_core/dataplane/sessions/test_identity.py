@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.messages import chain_keys
-from sf_core.dataplane.sessions.identity import NUM_KEPT, Conversations
+from sf_core.dataplane.sessions.identity import MAX_CONVERSATIONS, Conversations
 from tests.bench.dataplane.conversations import FIND, user
 
 
@@ -25,6 +25,6 @@ def test_keys_are_those_of_the_whole_request_whatever_was_asked_before(
 
 def test_only_the_latest_conversations_are_kept() -> None:
     conversations = Conversations()
-    for i in range(3 * NUM_KEPT):
+    for i in range(3 * MAX_CONVERSATIONS):
         conversations.recall([], [user(str(i))])
-    assert len(conversations._recent) == NUM_KEPT
+    assert len(conversations._recent) == MAX_CONVERSATIONS
