@@ -29,13 +29,13 @@ _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separat
 
 
 def answer_grammar(schema: Schema, tools: list[Tool], renderer: Renderer) -> str:
-    """`tools` are those that may be called. Raises ApiError if the schema cannot be followed."""
+    """`tools` are the tools that may be called. Raises ApiError if the schema cannot be followed."""
     text = msgspec.json.encode(schema)
     if len(text) > MAX_SCHEMA_BYTES:
         raise ApiError(
             400, f"The schema of the answer has {len(text)} bytes; the limit is {MAX_SCHEMA_BYTES} bytes."
         )
-    if fault := _fault_of(text):
+    if fault := _find_fault(text):
         raise ApiError(400, f"The schema of the answer cannot be used: {fault}")
     return "\n".join(_rules(schema, tools, renderer))
 
@@ -71,14 +71,14 @@ def _json(schema: Schema) -> str:
 
 
 def _literal(text: str, marks: dict[str, int]) -> str:
-    """A text, of which marks that are tokens of their own stand for those."""
+    """The grammar's literal of a text, in which marks that are control tokens stand for these tokens."""
     parts = re.split(f"({'|'.join(map(re.escape, sorted(marks)))})", text) if marks else [text]
     return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
 
 
 @functools.lru_cache(maxsize=256)
-def _fault_of(schema: bytes) -> str:
+def _find_fault(schema: bytes) -> str:
     """Why a schema cannot be followed, in the words of llguidance; empty if it can."""
     fault = str(LLMatcher.validate_grammar(f"start: %json {schema.decode()}"))
-    told = fault.partition("\n   1 | ")[0].rpartition("failed to compile JSON schema: ")[2]
-    return " ".join(told.split())
+    sentence = fault.partition("\n   1 | ")[0].rpartition("failed to compile JSON schema: ")[2]
+    return " ".join(sentence.split())

@@ -1,4 +1,5 @@
-"""Checks whether a stored conversation, rendered by the run's chat template, is what the policy saw."""
+"""Checks whether a stored conversation, rendered by the run's chat template, is the prompt that the policy
+saw."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ class Reader:
         except jinja2.TemplateError:
             return False
         return any(
-            text.startswith(read) and (text == read or text[len(read) :] in whole)
-            for read in self._readings(prompt)
+            text.startswith(spelling) and (text == spelling or text[len(spelling) :] in whole)
+            for spelling in self._spellings(prompt)
         )
 
-    def _readings(self, rendered: str) -> Iterator[str]:
+    def _spellings(self, rendered: str) -> Iterator[str]:
         """The text, and the text encoded and decoded: a decoder may leave out or add spaces."""
         yield rendered
         yield self._renderer.decode_with_special(self._renderer.encode(rendered).tolist())

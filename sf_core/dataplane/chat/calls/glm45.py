@@ -1,4 +1,4 @@
-"""Calls of GLM-4.5 and later ones: a name, and a tag for each key and each value."""
+"""Calls of GLM-4.5 and later GLM models: a name, and a tag for each key and each value."""
 
 from __future__ import annotations
 

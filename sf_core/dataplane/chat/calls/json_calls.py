@@ -12,7 +12,7 @@ _JSON = json.JSONDecoder()
 
 
 def json_end(text: str, start: int) -> int | None:
-    """Where the JSON value that begins at `start` ends; None if it does not end, or is none."""
+    """End of the JSON value that begins at `start`; None if it does not end, or is not JSON."""
     try:
         return _JSON.raw_decode(text, start)[1]
     except (ValueError, RecursionError):
@@ -28,7 +28,8 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def read_call(text: str, tools: list[Tool], *keys: str) -> ToolCall | None:
-    """`keys` are those under which the arguments may stand, the first one that is there."""
+    """The call in a text; None if the text is not a call. `keys`: names of the field with the arguments, of
+    which the first that is present counts."""
     return call_of(read_object(text), tools, *keys)
 
 

@@ -11,7 +11,8 @@ from sf_core.dataplane.chat.tool_formats import Parts, ToolCall, ToolFormat, nam
 PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = "; \t\r\n"
 _LATE = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:')
-"""The beginning of a call behind other text: not read as one, because the text may only speak of it."""
+"""The beginning of a call after other text. It is not parsed as a call, because the text may only describe
+one."""
 
 
 class LeadingCalls:
@@ -19,7 +20,7 @@ class LeadingCalls:
         self._parse = parse
         self._text = ""
         self._is_text = False
-        """Whether no call can follow."""
+        """Whether the rest of the answer is text: no call can follow."""
         self._has_calls = False
         self.num_unparsed = 0
 

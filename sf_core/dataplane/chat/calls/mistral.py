@@ -1,7 +1,7 @@
 """Calls of Mistral's models, behind `[TOOL_CALLS]`.
 
-They are a JSON list or, since version 11 of the tokenizer, a name and arguments each, with `[ARGS]` or not
-between the two. All forms are read wherever one of them is written.
+They are a JSON list or, since version 11 of the tokenizer, a name and arguments per call, with or without
+`[ARGS]` between the two. All forms are parsed, whichever of them the template writes.
 """
 
 from __future__ import annotations
@@ -66,21 +66,22 @@ def _read_listed(written: str, tools: list[Tool]) -> list[ToolCall] | None:
     except ValueError:
         return None
     calls = [
-        call_of(_with_object(one), tools, "arguments")
-        for one in (value if isinstance(value, list) else [value])
+        call_of(_with_object(call), tools, "arguments")
+        for call in (value if isinstance(value, list) else [value])
     ]
     found = [call for call in calls if call is not None]
     return found if found and len(found) == len(calls) else None
 
 
 def _with_object(call: Any) -> Any:
-    """A call whose arguments may be written as a string, or may be absent if it has nothing but a name."""
+    """The call with its arguments as an object. They may be written as a string, or be absent if the call has
+    only a name."""
     if not isinstance(call, dict):
         return call
     if isinstance(written := call.get("arguments"), str):
         return call | {"arguments": read_object(written)}
-    has_none = written is None and call.keys() <= {"name", "id", "arguments"}
-    return call | {"arguments": {}} if has_none else call
+    has_no_arguments = written is None and call.keys() <= {"name", "id", "arguments"}
+    return call | {"arguments": {}} if has_no_arguments else call
 
 
 def _render_named(between: str) -> Callable[[ToolCall], str]:

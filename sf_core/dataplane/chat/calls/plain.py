@@ -42,7 +42,8 @@ def _open(tool: Tool | None) -> str:
 
 
 def _convert(text: str, kind: str | None) -> Any:
-    """The argument as a number if the schema wants one and the text is one in JSON, else as text."""
+    """The argument as a number, if the schema asks for a number and the text is a number in JSON; else as
+    text."""
     if kind in ("integer", "number"):
         try:
             value = read_json(text)

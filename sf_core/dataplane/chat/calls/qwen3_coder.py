@@ -1,7 +1,7 @@
-"""Calls of Qwen3-Coder and Qwen3.5: a tag for the tool and one for each argument.
+"""Calls of Qwen3-Coder and Qwen3.5: a tag for the tool, and a tag for each argument.
 
-The text of an argument stands between line ends, which are not part of it. The tag around a call is optional:
-models leave out the opening one.
+The text of an argument stands between line ends, which are not part of it. The tags around a call are
+optional: models leave out the opening tag.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def _read_untagged(text: str, end: int, is_whole: bool, tools: list[Tool]) -> Fo
     """A call without its opening tag, up to `end`; the closing tag may follow."""
     rest = text[end:].lstrip()
     if rest.startswith(CALL_END):
-        behind = len(text) - len(rest) + len(CALL_END)
-        return Found(behind, _read_all(text[:end], tools))
+        end_of_tag = len(text) - len(rest) + len(CALL_END)
+        return Found(end_of_tag, _read_all(text[:end], tools))
     if CALL_END.startswith(rest) and not is_whole:
         return None
     return Found(end, _read_all(text[:end], tools))
 
 
 def _read_all(text: str, tools: list[Tool]) -> list[ToolCall] | None:
-    """The calls of a text that consists of them."""
+    """The calls of a text that consists only of calls; None if it does not."""
     *texts, rest = text.split(_END)
     if not texts or rest.strip():
         return None

@@ -1,7 +1,7 @@
-"""Values of arguments that a call holds as text, by the schema of the tool: as vLLM converts them.
+"""Conversion of arguments that a call holds as text, by the schema of the tool, as in vLLM.
 
-The types of a schema are tried in one order, and a text that fits none is JSON or itself. A text whose type
-is not known stays text.
+The types of a schema are tried in a fixed order. A text that fits no type is parsed as JSON, or stays text. A
+text without a known type stays text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def value_of(text: str, schema: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """The text that stands for a value in a call."""
+    """The text of a value in a call."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -72,7 +72,7 @@ def _integer(text: str) -> Any:
 
 
 def _number(text: str) -> int | float:
-    # an integer as one: a float would round a long one
+    # integers stay integers: a float would round a long one
     try:
         return _integer(text)
     except ValueError:
