@@ -56,7 +56,7 @@ def is_large_body(data: bytes) -> bool:
     return len(data) > SMALL_BYTES or count_marks(data) > SMALL_VALUES
 
 
-def give_back(num_bytes: int) -> None:
+def trim_memory_after(num_bytes: int) -> None:
     """Give freed memory back to the system soon, if a request of this size is over and was very large."""
     loop = asyncio.get_running_loop()
     if num_bytes >= VAST_BYTES and loop not in _trims:

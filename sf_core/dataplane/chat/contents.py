@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sf_core.dataplane.chat.json_text import MAX_VALUES, count_marks, count_values, kind_of
+from sf_core.dataplane.chat.json_text import MAX_VALUES, count_marks, count_values, json_type_name
 from sf_core.dataplane.errors import ApiError, WrongField
 
 Part = dict[str, Any]
@@ -18,7 +18,7 @@ Content = str | list[Part]
 IMAGE = "image"
 """Kind of a part with a picture, in canonical form, prompts and counters."""
 
-TEXTS = {
+TEXT_FIELD_BY_TYPE = {
     "text": "text",
     "input_text": "text",
     "output_text": "text",
@@ -27,7 +27,7 @@ TEXTS = {
 }
 """Types of parts that are text, and the field that holds the text."""
 
-KINDS = {
+KIND_BY_TYPE = {
     **dict.fromkeys(("image", "image_url", "input_image"), IMAGE),
     **dict.fromkeys(("document", "file", "input_file"), "document"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
@@ -37,13 +37,13 @@ KINDS = {
 }
 """Kinds of parts of other types, as prompts and counters name them."""
 
-OTHER = "part"
+UNKNOWN_KIND = "part"
 """Kind of a part of an unknown type."""
 
-MEDIA = ("inline_data", "file_data")
+MEDIA_FIELDS = ("inline_data", "file_data")
 """Fields of Google's parts that hold media."""
 
-_KINDS_OF_MEDIA = {
+_KIND_BY_MIME_TYPE = {
     **dict.fromkeys(("application", "text"), "document"),
     **{kind: kind for kind in (IMAGE, "audio", "video")},
 }
@@ -111,20 +111,20 @@ def too_many_values(subject: str) -> ApiError:
 
 
 def has_media(part: dict[str, Any]) -> bool:
-    """Whether a part of Google's has one of the fields in MEDIA."""
-    return any(name in part for name in MEDIA)
+    """Whether a part of Google's has one of the fields in MEDIA_FIELDS."""
+    return any(name in part for name in MEDIA_FIELDS)
 
 
 def kind_of_media(part: Any) -> str:
     """Kind of a part of Google's that is not text."""
     if not isinstance(part, dict):
-        return OTHER
-    for name in MEDIA:
+        return UNKNOWN_KIND
+    for name in MEDIA_FIELDS:
         media = part.get(name)
         if isinstance(media, dict):
             kind, _, _ = str(media.get("mime_type")).partition("/")
-            return _KINDS_OF_MEDIA.get(kind, OTHER)
-    return OTHER
+            return _KIND_BY_MIME_TYPE.get(kind, UNKNOWN_KIND)
+    return UNKNOWN_KIND
 
 
 def read_media(part: Any, where: str, left_out: LeftOut) -> str | Part:
@@ -161,7 +161,7 @@ def _list_parts(content: Any, where: str) -> list[Any]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise WrongField(where, f"{where} must be a string or a list of parts, got {kind_of(content)}")
+        raise WrongField(where, f"{where} must be a string or a list of parts, got {json_type_name(content)}")
     return content
 
 
@@ -169,8 +169,8 @@ def _kind(part: Any) -> str:
     """Kind of a part that is not text; empty for text."""
     if isinstance(part, str):
         return ""
-    kind = str(part.get("type", "text")) if isinstance(part, dict) else OTHER
-    return "" if kind in TEXTS else KINDS.get(kind, OTHER)
+    kind = str(part.get("type", "text")) if isinstance(part, dict) else UNKNOWN_KIND
+    return "" if kind in TEXT_FIELD_BY_TYPE else KIND_BY_TYPE.get(kind, UNKNOWN_KIND)
 
 
 def _text(part: Any, where: str) -> str:
@@ -178,7 +178,7 @@ def _text(part: Any, where: str) -> str:
         return part
     if _kind(part):
         raise WrongField(where, f"{where} has a part that is not text; only text is supported")
-    text = part.get(TEXTS[part.get("type", "text")])
+    text = part.get(TEXT_FIELD_BY_TYPE[part.get("type", "text")])
     if not isinstance(text, str):
         raise WrongField(where, f"{where} has a part without text")
     return text

@@ -27,14 +27,16 @@ _WITH_FREE_NAMES = {
 """Fields whose values contain names of the user's own, which are not converted."""
 
 
-def spell(value: Any) -> Any:
+def to_snake_case(value: Any) -> Any:
     """A value with all field names in snake case."""
     if isinstance(value, list):
-        return [spell(item) for item in value]
+        return [to_snake_case(item) for item in value]
     if not isinstance(value, dict):
         return value
     renamed = {_snake_case(name): inner for name, inner in value.items()}
-    return {name: inner if name in _WITH_FREE_NAMES else spell(inner) for name, inner in renamed.items()}
+    return {
+        name: inner if name in _WITH_FREE_NAMES else to_snake_case(inner) for name, inner in renamed.items()
+    }
 
 
 def _snake_case(name: str) -> str:
@@ -57,14 +59,14 @@ def json_schema(schema: Any) -> Any:
     return {name: json_schema(value) for name, value in schema.items()} | lower_type
 
 
-def exact(schema: Any) -> Any:
+def to_strict_schema(schema: Any) -> Any:
     """A converted schema with Google's meaning: counts may be strings, null is a flag, formats of numbers are
     ignored, and an object has no other properties than the named ones."""
     if isinstance(schema, list):
-        return [exact(item) for item in schema]
+        return [to_strict_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    converted = {name: exact(value) for name, value in schema.items()}
+    converted = {name: to_strict_schema(value) for name, value in schema.items()}
     for name in COUNTS & converted.keys():
         if str(converted[name]).isdecimal():
             converted[name] = int(converted[name])

@@ -132,7 +132,7 @@ def _read_float(text: str) -> float:
     return value
 
 
-KINDS = {
+JSON_TYPE_NAMES = {
     str: "a string",
     int: "an integer",
     float: "a number",
@@ -143,5 +143,5 @@ KINDS = {
 """The types of JSON values, as messages name them."""
 
 
-def kind_of(value: Any) -> str:
-    return "null" if value is None else KINDS[type(value)]
+def json_type_name(value: Any) -> str:
+    return "null" if value is None else JSON_TYPE_NAMES[type(value)]

@@ -21,13 +21,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
-from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
+from sf_core.dataplane.chat.calls.formats import FORMATS, detect_format
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, list_pictures, text_of
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
 from sf_core.dataplane.chat.template_probes import (
     append_only_roles,
-    end_of_turn,
+    find_end_of_turn,
     keeps_rows,
     shows_tools,
     with_pictures,
@@ -93,7 +93,7 @@ class Renderer:
                 f"got {configured_format!r}"
             )
         self.templates = ChatTemplates(sources)
-        self.thinks = self.templates.mention(THINK_END)
+        self.thinks = self.templates.contain(THINK_END)
         """Whether answers may begin with reasoning between think tags."""
         self.least_tokens = TokenBound(self._tokenizer)
         """Lower bound of the number of tokens of a text."""
@@ -125,7 +125,7 @@ class Renderer:
         self.stop_token_ids = tuple(self.stop_texts)
         self._variants: dict[bytes, Renderer] = {}
         self._probe_template()
-        self.tool_format = configured_format or format_of(self.render)
+        self.tool_format = configured_format or detect_format(self.render)
         """Name of the format of tool calls; empty if the template writes calls in an unknown format."""
 
     def with_options(self, options: dict[str, Any]) -> Renderer:
@@ -191,7 +191,7 @@ class Renderer:
     def find_fault(self) -> str | None:
         """Why no policy can be trained with this template, as a clause that follows the name of the folder;
         None if one can."""
-        if self.templates.mention(_CHANNEL):
+        if self.templates.contain(_CHANNEL):
             return (
                 f"its chat template writes channels ({_CHANNEL}, as that of gpt-oss), which SeamlessFlow "
                 "does not read: reasoning and calls would become text; choose another model"
@@ -325,7 +325,7 @@ class Renderer:
         added_tokens = self._tokenizer.get_added_tokens_decoder()
         added_ids = {token.content: token_id for token_id, token in added_tokens.items()}
         messages_only = partial(self.render, opens_answer=False)
-        template_stop = end_of_turn(self.render, messages_only, tuple(stops.values()), added_ids)
+        template_stop = find_end_of_turn(self.render, messages_only, tuple(stops.values()), added_ids)
         if template_stop is not None:
             stops[added_ids[template_stop]] = template_stop
         return dict(sorted(stops.items())), template_stop

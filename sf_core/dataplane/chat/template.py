@@ -112,7 +112,7 @@ class ChatTemplates:
     def of(self, tools: list[Tool]) -> ChatTemplate:
         return self._with_tools if tools else self._default
 
-    def mention(self, text: str) -> bool:
+    def contain(self, text: str) -> bool:
         return text in self._default.source or text in self._with_tools.source
 
 

@@ -20,7 +20,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 Render = Callable[[list[Message], list[Tool]], str]
 
 
-def opening(messages: list[Message]) -> list[Message] | None:
+def opening_messages(messages: list[Message]) -> list[Message] | None:
     """The messages up to the first user message, which templates treat specially; None without one."""
     for i, message in enumerate(messages):
         if message["role"] == "user":
@@ -148,7 +148,7 @@ def _extends(render: Render, history: list[Message], added: list[Message], tools
     return whole.startswith(before) and all(word in addition for word in words_of_answer)
 
 
-def end_of_turn(
+def find_end_of_turn(
     render: Render, render_only: Render, known: tuple[str, ...], tokens: Iterable[str]
 ) -> str | None:
     """The token among `tokens` with which the template ends an answer; None if a token of `known` ends it.
@@ -180,7 +180,7 @@ def _is_append_only(render: Render, probe: _Probe) -> bool:
         before = render(history, tools)
     except jinja2.TemplateError:
         return True  # cannot be rendered either way: such a request is refused
-    beginning = opening(history)
+    beginning = opening_messages(history)
     assert beginning is not None
     try:
         beginning_text = render(beginning, tools)

@@ -49,14 +49,14 @@ class ToolFormat(NamedTuple):
     """The JSON Schema of a call that is the whole answer; None: calls begin with a mark."""
 
 
-def name_of(tool: Tool) -> str:
+def tool_name(tool: Tool) -> str:
     return str(tool["function"]["name"])
 
 
-def parameters_of(name: str, tools: list[Tool]) -> dict[str, Any] | None:
+def tool_parameters(name: str, tools: list[Tool]) -> dict[str, Any] | None:
     """Properties of a tool's schema; None if there is no such tool."""
     for tool in tools:
-        if name_of(tool) == name:
+        if tool_name(tool) == name:
             return dict((tool["function"].get("parameters") or {}).get("properties") or {})
     return None
 

@@ -21,14 +21,14 @@ from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     asks_strictness,
     check_size,
-    get,
+    get_field,
     parse_object,
     refuse_undone,
 )
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.gateway.normalised import normalise
 from sf_core.dataplane.gateway.order import Order
-from sf_core.dataplane.large import SMALL_CHARACTERS, apart, give_back, is_large_body
+from sf_core.dataplane.large import SMALL_CHARACTERS, apart, is_large_body, trim_memory_after
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.identity import RequestIdentity
@@ -63,30 +63,30 @@ class TurnEndpoint:
         size = len(data)
         try:
             async with self._order.of(scope["caller"].named_session):
-                asked, subscribers = await self._open(data, scope)
+                parsed, subscribers = await self._open_turns(data, scope)
         finally:
-            give_back(size)
-        reply = self._dialect.reply(asked.body, subscribers[0].turn.turn_id, asked.session)
-        is_stream = asked.requests[0].stream
-        del data, asked  # they may hold megabytes, and the turn may take minutes
+            trim_memory_after(size)
+        reply = self._dialect.reply(parsed.body, subscribers[0].turn.turn_id, parsed.session)
+        is_stream = parsed.requests[0].stream
+        del data, parsed  # they may hold megabytes, and the turn may take minutes
         watcher = asyncio.ensure_future(_leave_when_gone(receive, subscribers))
         try:
             if is_stream:
                 await _stream(subscribers, reply, send, scope["request_id"])
             else:
-                answers = await _together([_answer(subscriber) for subscriber in subscribers])
+                answers = await _await_all([_answer(subscriber) for subscriber in subscribers])
                 await send_body(send, 200, reply.whole(answers))
                 _leave(subscribers, has_answer=True)
         finally:
             watcher.cancel()
             _leave(subscribers)
 
-    async def _open(self, data: bytes, scope: Scope) -> tuple[Asked, list[Subscriber]]:
-        asked = await _read(data, scope, self._dialect, self._find_session)
-        turns = asked.turns
-        session = asked.session
-        requests = asked.requests
-        for kind, number in asked.num_left_out.items():
+    async def _open_turns(self, data: bytes, scope: Scope) -> tuple[ParsedRequest, list[Subscriber]]:
+        parsed = await _read_request(data, scope, self._dialect, self._find_session)
+        turns = parsed.turns
+        session = parsed.session
+        requests = parsed.requests
+        for kind, number in parsed.num_left_out.items():
             turns.counters[f"left_out.{kind}"] += number
 
         def recheck() -> None:
@@ -95,18 +95,18 @@ class TurnEndpoint:
             if is_ad_hoc or turns.includes(session):
                 return
             # raises if no session of this id is left; else the session belongs to a restarted run
-            self._find_session(scope, get(asked.body, "model", (str,), ""))
+            self._find_session(scope, get_field(parsed.body, "model", (str,), ""))
             raise restarted()
 
         try:
             if requests[0].left_out.pictures:
                 await _show_pictures(requests[0], turns)
                 recheck()
-            fingerprint = await apart(asked.is_large, RequestIdentity.from_request, scope["headers"], data)
+            fingerprint = await apart(parsed.is_large, RequestIdentity.from_request, scope["headers"], data)
             subscribers = await open_turns(
-                turns, session, requests, fingerprint, is_large=asked.is_large, recheck=recheck
+                turns, session, requests, fingerprint, is_large=parsed.is_large, recheck=recheck
             )
-            return asked, subscribers
+            return parsed, subscribers
         except ContextOverflow as error:
             await turns.note_overflow(session)
             raise error.reword(*self._dialect.overflow) from None
@@ -125,19 +125,19 @@ class TokenCount:
         data = await read_body(receive, MAX_PICTURE_BYTES)
         # a dialect may require max_tokens, which a request to count tokens does not have
         defaults = {"max_tokens": 1}
-        asked = await _read(data, scope, self._dialect, self._find_session, defaults)
-        await _show_pictures(asked.requests[0], asked.turns)
+        parsed = await _read_request(data, scope, self._dialect, self._find_session, defaults)
+        await _show_pictures(parsed.requests[0], parsed.turns)
         is_long = len(data) > SMALL_CHARACTERS
         try:
-            num_tokens = await apart(is_long, count_tokens, asked.turns.renderer, asked.requests[0])
+            num_tokens = await apart(is_long, count_tokens, parsed.turns.renderer, parsed.requests[0])
         except ContextOverflow as error:
             raise error.reword(*self._dialect.overflow) from None
         finally:
-            give_back(len(data))
+            trim_memory_after(len(data))
         await send_body(send, 200, orjson.dumps({self._field: num_tokens}))
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A parsed request, with its run and its session."""
 
     body: Body
@@ -152,26 +152,26 @@ class Asked(NamedTuple):
     """Whether the request is handled in threads."""
 
 
-async def _read(
+async def _read_request(
     data: bytes, scope: Scope, dialect: Dialect, find_session: FindSession, defaults: Body | None = None
-) -> Asked:
+) -> ParsedRequest:
     """Raises ApiError also for unsupported fields, and for parts that are not text if the run refuses them.
     `defaults`: values of fields that the body may lack."""
     is_large = is_large_body(data)
-    body, is_mended = await apart(is_large, _parse, data, scope, dialect, defaults or {})
-    turns, session = find_session(scope, get(body, "model", (str,), ""))
+    body, is_mended = await apart(is_large, _parse_body, data, scope, dialect, defaults or {})
+    turns, session = find_session(scope, get_field(body, "model", (str,), ""))
     if turns.renderer.sight is None:
         _check_size(len(data))
-    return await apart(is_large, _ask, data, body, dialect, turns, session, is_mended, is_large)
+    return await apart(is_large, _parse_for_run, data, body, dialect, turns, session, is_mended, is_large)
 
 
-def _parse(data: bytes, scope: Scope, dialect: Dialect, defaults: Body) -> tuple[Body, bool]:
+def _parse_body(data: bytes, scope: Scope, dialect: Dialect, defaults: Body) -> tuple[Body, bool]:
     """The body, and whether characters in it were mended."""
     sent, is_mended = parse_object(data, dialect.has_ids)
     return dialect.read(defaults | sent, scope["path"]), is_mended
 
 
-def _ask(
+def _parse_for_run(
     data: bytes,
     body: Body,
     dialect: Dialect,
@@ -179,7 +179,7 @@ def _ask(
     session: Session,
     is_mended: bool,
     is_large: bool,
-) -> Asked:
+) -> ParsedRequest:
     settings = turns.spec.rollout
     sees = turns.renderer.sight is not None
     supported = dialect.done_fields
@@ -211,7 +211,7 @@ def _ask(
         kinds.append("strict")
     _, prompt_field = dialect.overflow
     without_prompt = {name: value for name, value in body.items() if name != prompt_field}
-    return Asked(without_prompt, turns, session, requests, Counter(kinds) if kinds else {}, is_large)
+    return ParsedRequest(without_prompt, turns, session, requests, Counter(kinds) if kinds else {}, is_large)
 
 
 async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
@@ -290,7 +290,7 @@ async def _stream(subscribers: list[Subscriber], reply: Reply, send: Send, reque
 
     await forward(reply.start(subscribers[0].turn.num_prompt_tokens))
     try:
-        answers = await _together(
+        answers = await _await_all(
             _forward_turn(subscriber, functools.partial(reply.piece, i), forward)
             for i, subscriber in enumerate(subscribers)
         )
@@ -311,7 +311,7 @@ async def _forward_turn(
     return subscriber.turn.answer()
 
 
-async def _together(turns: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+async def _await_all(turns: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """All answers, or the first error, after which the other turns are not awaited."""
     first, *others = turns
     if not others:

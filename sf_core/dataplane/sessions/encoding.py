@@ -13,7 +13,7 @@ import numpy as np
 
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError, shows
-from sf_core.dataplane.chat.template_probes import opening, render_addition
+from sf_core.dataplane.chat.template_probes import opening_messages, render_addition
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ContextOverflow
 from sf_core.dataplane.sessions.identity import Conversation
@@ -160,7 +160,7 @@ def _render_after_prompt(
         return None
     if not renderer.is_append_only(added):
         return None
-    beginning = opening(conversation.messages)
+    beginning = opening_messages(conversation.messages)
     if beginning is None or len(beginning) > num_before:
         return None
     if conversation.opening_text is None:

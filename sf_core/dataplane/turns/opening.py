@@ -18,7 +18,7 @@ import numpy as np
 from sf_core.dataplane.chat.answer_grammar import answer_grammar
 from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError
-from sf_core.dataplane.chat.tool_formats import name_of
+from sf_core.dataplane.chat.tool_formats import tool_name
 from sf_core.dataplane.errors import ApiError, ContextOverflow, WrongField
 from sf_core.dataplane.large import SMALL_CHARACTERS, apart
 from sf_core.dataplane.sessions.encoding import Draft, Encoded
@@ -285,6 +285,6 @@ def _make_forced_text(request: TurnRequest, renderer: Renderer) -> str:
     choice = request.tool_choice
     if choice.kind != "required":
         return ""
-    tool = next((tool for tool in request.tools if name_of(tool) == choice.name), None)
+    tool = next((tool for tool in request.tools if tool_name(tool) == choice.name), None)
     opening = renderer.mend(FORMATS[renderer.tool_format].opening(tool))
     return (AFTER_THINKING if renderer.opens_thinking else "") + opening

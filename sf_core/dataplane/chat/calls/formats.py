@@ -29,7 +29,7 @@ FORMATS = {
 """Formats by their names. A name is the value of `tool_format` in tokenizer_config.json."""
 
 
-def format_of(render: Callable[[list[Message], list[Tool]], str]) -> str:
+def detect_format(render: Callable[[list[Message], list[Tool]], str]) -> str:
     """The name of the format that reads the calls which a template writes; empty if none does."""
     written = {num: _show_calls(render, _CALLS[:num]) for num in (1, 2)}
     texts = {num: text for num, text in written.items() if text is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sf_core.dataplane.chat.calls.json_calls import open_call, read_call, render_call
+from sf_core.dataplane.chat.calls.json_calls import begin_call, read_call, render_call
 from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, read_between_tags
 from sf_core.dataplane.chat.tool_formats import CallSplitter, Tool, ToolFormat
 
@@ -16,6 +16,6 @@ def _split(tools: list[Tool]) -> CallSplitter:
 HERMES = ToolFormat(
     _split,
     lambda call: f"{CALL_START}\n{render_call(call, 'arguments')}\n{CALL_END}",
-    lambda tool: f"{CALL_START}\n{open_call(tool, 'arguments')}",
+    lambda tool: f"{CALL_START}\n{begin_call(tool, 'arguments')}",
     (CALL_START, CALL_END),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from sf_core.dataplane.chat.calls.json_calls import json_end, open_call, read_call, render_call
-from sf_core.dataplane.chat.tool_formats import Parts, ToolCall, ToolFormat, name_of
+from sf_core.dataplane.chat.calls.json_calls import begin_call, find_json_end, read_call, render_call
+from sf_core.dataplane.chat.tool_formats import Parts, ToolCall, ToolFormat, tool_name
 
 PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = "; \t\r\n"
@@ -32,7 +32,7 @@ class LeadingCalls:
         while (at := self._call_start()) is not None:
             if "}" not in text:
                 return parts
-            if (end := json_end(self._text, at)) is None:
+            if (end := find_json_end(self._text, at)) is None:
                 return parts
             call = self._parse(self._text[at:end])
             self.num_unparsed += call is None
@@ -62,11 +62,11 @@ class LeadingCalls:
 LLAMA3_JSON = ToolFormat(
     lambda tools: LeadingCalls(lambda text: read_call(text, tools, "arguments", "parameters")),
     lambda call: render_call(call, "parameters"),
-    lambda tool: open_call(tool, "parameters"),
+    lambda tool: begin_call(tool, "parameters"),
     (PYTHON_TAG,),
     lambda tool: {
         "type": "object",
-        "properties": {"name": {"const": name_of(tool)}, "parameters": {"type": "object"}},
+        "properties": {"name": {"const": tool_name(tool)}, "parameters": {"type": "object"}},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     },

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sf_core.dataplane.chat.calls.json_calls import (
-    call_of,
-    json_end,
-    open_call,
+    begin_call,
+    call_from_object,
+    find_json_end,
     read_object,
     render_call,
 )
@@ -25,8 +25,8 @@ from sf_core.dataplane.chat.tool_formats import (
     Tool,
     ToolCall,
     ToolFormat,
-    name_of,
-    parameters_of,
+    tool_name,
+    tool_parameters,
 )
 
 _START = "[TOOL_CALLS]"
@@ -39,7 +39,7 @@ _NAME = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]*)\s*(?:\[CALL_ID\]\w*)?(?:\[A
 def _split(tools: list[Tool]) -> CallSplitter:
     def read(text: str, is_whole: bool) -> Found | None:
         head = _NAME.match(text)
-        end = json_end(text, head.end()) if head else None
+        end = find_json_end(text, head.end()) if head else None
         if head and end is not None:
             written = text[head.end() : end]
             return Found(
@@ -55,7 +55,7 @@ def _split(tools: list[Tool]) -> CallSplitter:
 
 def _read_named(name: str, written: str, tools: list[Tool]) -> list[ToolCall] | None:
     arguments = read_object(written)
-    if arguments is None or parameters_of(name, tools) is None:
+    if arguments is None or tool_parameters(name, tools) is None:
         return None
     return [ToolCall(name, arguments)]
 
@@ -66,7 +66,7 @@ def _read_listed(written: str, tools: list[Tool]) -> list[ToolCall] | None:
     except ValueError:
         return None
     calls = [
-        call_of(_with_object(call), tools, "arguments")
+        call_from_object(_with_object(call), tools, "arguments")
         for call in (value if isinstance(value, list) else [value])
     ]
     found = [call for call in calls if call is not None]
@@ -89,13 +89,13 @@ def _render_named(between: str) -> Callable[[ToolCall], str]:
 
 
 def _open_named(between: str) -> Callable[[Tool | None], str]:
-    return lambda tool: _START if tool is None else f"{_START}{name_of(tool)}{between}"
+    return lambda tool: _START if tool is None else f"{_START}{tool_name(tool)}{between}"
 
 
 MISTRAL_LIST = ToolFormat(
     _split,
     lambda call: f"{_START}[{render_call(call, 'arguments')}]",
-    lambda tool: f"{_START}[{open_call(tool, 'arguments')}",
+    lambda tool: f"{_START}[{begin_call(tool, 'arguments')}",
     _MARKS,
 )
 MISTRAL = ToolFormat(_split, _render_named(_ARGS), _open_named(_ARGS), _MARKS)

@@ -11,15 +11,15 @@ from sf_core.dataplane.chat.tool_formats import (
     Tool,
     ToolCall,
     ToolFormat,
-    name_of,
-    parameters_of,
+    tool_name,
+    tool_parameters,
 )
 
 
 def _split(tools: list[Tool]) -> CallSplitter:
     def parse(text: str) -> ToolCall | None:
         name, _, argument = text.strip().partition(" ")
-        parameters = parameters_of(name, tools)
+        parameters = tool_parameters(name, tools)
         if parameters is None:
             return None
         if not parameters:
@@ -37,8 +37,8 @@ def _render(call: ToolCall) -> str:
 def _open(tool: Tool | None) -> str:
     if tool is None:
         return CALL_START
-    space = " " if parameters_of(name_of(tool), [tool]) else ""
-    return CALL_START + name_of(tool) + space
+    space = " " if tool_parameters(tool_name(tool), [tool]) else ""
+    return CALL_START + tool_name(tool) + space
 
 
 def _convert(text: str, kind: str | None) -> Any:

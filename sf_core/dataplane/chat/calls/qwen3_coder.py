@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 
 from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, Found, MarkedCalls
-from sf_core.dataplane.chat.calls.values import as_text, value_of
+from sf_core.dataplane.chat.calls.values import format_value, parse_value
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,
     ToolCall,
     ToolFormat,
-    name_of,
     overlap,
-    parameters_of,
+    tool_name,
+    tool_parameters,
 )
 
 _START = "<function="
@@ -71,20 +71,20 @@ def _read_all(text: str, tools: list[Tool]) -> list[ToolCall] | None:
 
 def _read(text: str, tools: list[Tool]) -> ToolCall | None:
     name = _NAME.match(text)
-    if name is None or (parameters := parameters_of(name[1], tools)) is None:
+    if name is None or (parameters := tool_parameters(name[1], tools)) is None:
         return None
     arguments = {}
     at = name.end()
     while argument := _ARGUMENT.match(text, at):
         value = argument[2].removeprefix("\n").removesuffix("\n")
-        arguments[argument[1]] = value_of(value, parameters.get(argument[1]))
+        arguments[argument[1]] = parse_value(value, parameters.get(argument[1]))
         at = argument.end()
     return ToolCall(name[1], arguments) if at == len(text) else None
 
 
 def _render(call: ToolCall) -> str:
     arguments = (
-        f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in call.arguments.items()
+        f"<parameter={key}>\n{format_value(value)}\n</parameter>\n" for key, value in call.arguments.items()
     )
     return f"{CALL_START}\n{_START}{call.name}>\n{''.join(arguments)}{_END}\n{CALL_END}"
 
@@ -92,6 +92,6 @@ def _render(call: ToolCall) -> str:
 QWEN3_CODER = ToolFormat(
     _split,
     _render,
-    lambda tool: f"{CALL_START}\n{_START}" + ("" if tool is None else f"{name_of(tool)}>\n"),
+    lambda tool: f"{CALL_START}\n{_START}" + ("" if tool is None else f"{tool_name(tool)}>\n"),
     (CALL_START, CALL_END),
 )

@@ -14,7 +14,7 @@ from typing import Any
 from sf_core.dataplane.chat.json_text import read_json
 
 
-def value_of(text: str, schema: Any) -> Any:
+def parse_value(text: str, schema: Any) -> Any:
     kinds = {_ALIASES.get(kind, kind) for kind in map(str.lower, _types(schema))}
     for kind, convert in _CONVERSIONS.items():
         if kind in kinds:
@@ -30,7 +30,7 @@ def value_of(text: str, schema: Any) -> Any:
         return text
 
 
-def as_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """The text of a value in a call."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

@@ -16,7 +16,7 @@ from sf_core.dataplane.chat.contents import (
     read_result,
     read_texts,
 )
-from sf_core.dataplane.chat.json_text import kind_of
+from sf_core.dataplane.chat.json_text import json_type_name
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
@@ -26,16 +26,16 @@ from sf_core.dataplane.gateway.dialects.checks import (
     answer_schema,
     check_choice,
     check_conversation,
-    check_number,
+    check_count,
     function_tool,
-    get,
+    get_field,
     parse_arguments,
     parse_stop,
-    positive,
+    positive_int,
     read_sampling,
     template_options,
 )
-from sf_core.dataplane.gateway.dialects.protocol import Count, encode_event
+from sf_core.dataplane.gateway.dialects.protocol import CountRoutes, encode_event
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces
 from sf_core.dataplane.turns.request import ToolChoice, TurnRequest
@@ -57,7 +57,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 class Anthropic:
     name = "messages"
     paths: tuple[str, ...] = ("/v1/messages",)
-    count: Count | None = Count(("/v1/messages/count_tokens",), "input_tokens")
+    count: CountRoutes | None = CountRoutes(("/v1/messages/count_tokens",), "input_tokens")
     schema_fields = frozenset({"output_config.format", "output_format"})
     done_fields: frozenset[str] = frozenset()
     has_ids = False
@@ -71,13 +71,13 @@ class Anthropic:
         return body
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        max_tokens = positive(body, "max_tokens")
+        max_tokens = positive_int(body, "max_tokens")
         if max_tokens is None:
             raise WrongField("max_tokens", "max_tokens is required")
-        tools = _parse_tools(get(body, "tools", (list,), []))
+        tools = _parse_tools(get_field(body, "tools", (list,), []))
         left_out = LeftOut(sees)
         messages = _system_message(body.get("system"), "system")
-        sent = get(body, "messages", (list,), [])
+        sent = get_field(body, "messages", (list,), [])
         if not sent:
             raise WrongField("messages", "messages must contain at least one message")
         for i, message in enumerate(sent):
@@ -98,8 +98,8 @@ class Anthropic:
                 schema=answer_schema(body, "output_config.format", "output_format"),
                 stop=parse_stop(body, "stop_sequences"),
                 max_tokens=max_tokens,
-                sampling=read_sampling(body, positive(body, "top_k") or 0, max_temperature=1.0),
-                stream=get(body, "stream", (bool,), False),
+                sampling=read_sampling(body, positive_int(body, "top_k") or 0, max_temperature=1.0),
+                stream=get_field(body, "stream", (bool,), False),
                 left_out=left_out,
             )
         ]
@@ -198,7 +198,7 @@ class AnthropicReply:
 
 
 def _parse_tools(tools: list[Any]) -> list[Tool]:
-    check_number(tools, "tools", MAX_TOOLS, "tools")
+    check_count(tools, "tools", MAX_TOOLS, "tools")
     parsed = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -206,16 +206,16 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
             raise WrongField(where, f"{where} must be a tool with a name")
         if tool.get("type", "custom") != "custom":
             raise WrongField(where, f"{where}: tools of type {tool['type']} are not supported")
-        schema = get(tool, "input_schema", (dict,), {"properties": {}})
+        schema = get_field(tool, "input_schema", (dict,), {"properties": {}})
         parsed.append(function_tool(tool | {"parameters": {**schema, "type": schema.get("type", "object")}}))
     return parsed
 
 
 def _effort(body: Body) -> Any:
     """The effort of reasoning. As in vLLM, disabled `thinking` is the effort `none`."""
-    if get(body, "thinking", (dict,), {}).get("type") == "disabled":
+    if get_field(body, "thinking", (dict,), {}).get("type") == "disabled":
         return "none"
-    return get(body, "output_config", (dict,), {}).get("effort")
+    return get_field(body, "output_config", (dict,), {}).get("effort")
 
 
 def _system_message(content: Any, where: str) -> list[Message]:
@@ -224,7 +224,7 @@ def _system_message(content: Any, where: str) -> list[Message]:
 
 
 def _parse_choice(body: Body) -> ToolChoice:
-    choice = get(body, "tool_choice", (dict,), {"type": "auto"})
+    choice = get_field(body, "tool_choice", (dict,), {"type": "auto"})
     parallel = not choice.get("disable_parallel_tool_use")
     match choice.get("type"):
         case "auto" | "none" as kind:
@@ -257,7 +257,9 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> list[Message]
         ]
         return [*results, *([{"role": "user", "content": canonical(parts)}] if parts else [])]
     answer: Message = {"role": role, "content": canonical(parts)}
-    thoughts = [get(block, "thinking", (str,), "") for block, _ in blocks if block["type"] == "thinking"]
+    thoughts = [
+        get_field(block, "thinking", (str,), "") for block, _ in blocks if block["type"] == "thinking"
+    ]
     if thoughts:
         answer["reasoning_content"] = "".join(thoughts)
     calls = [_parse_call(block, at, left_out) for block, at in blocks if block["type"] == "tool_use"]
@@ -268,7 +270,7 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> list[Message]
 
 def _block_parts(block: Any, role: str, where: str, left_out: LeftOut) -> list[str | Part]:
     """The text or picture of a block; empty for the other types of blocks that the role may have."""
-    kind = block.get("type") if isinstance(block, dict) else kind_of(block)
+    kind = block.get("type") if isinstance(block, dict) else json_type_name(block)
     without_parts = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
     if kind in without_parts:
         return []

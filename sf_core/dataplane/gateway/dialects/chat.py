@@ -8,7 +8,7 @@ import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.contents import LeftOut, read_content, read_result
-from sf_core.dataplane.chat.json_text import kind_of
+from sf_core.dataplane.chat.json_text import json_type_name
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import WrongField
@@ -17,12 +17,12 @@ from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     answer_schema,
     check_conversation,
-    check_number,
+    check_count,
     function_tool,
-    get,
+    get_field,
     parse_arguments,
     parse_stop,
-    positive,
+    positive_int,
     read_sampling,
     template_options,
 )
@@ -45,9 +45,9 @@ class Chat(OpenAI):
         function = choice.get("function") if isinstance(choice, dict) else None
         function_name = function.get("name") if isinstance(function, dict) else None
         tool_choice, tools = read_choice(body, _parse_tools(body.get("tools")), function_name)
-        max_completion_tokens = positive(body, "max_completion_tokens")
+        max_completion_tokens = positive_int(body, "max_completion_tokens")
         left_out = LeftOut(sees)
-        get(body, "stream_options", (dict,), {})
+        get_field(body, "stream_options", (dict,), {})
         return [
             TurnRequest(
                 messages=check_conversation(_parse_messages(body.get("messages"), left_out), "messages"),
@@ -57,13 +57,15 @@ class Chat(OpenAI):
                 schema=answer_schema(body, "response_format"),
                 stop=parse_stop(body),
                 max_tokens=(
-                    positive(body, "max_tokens") if max_completion_tokens is None else max_completion_tokens
+                    positive_int(body, "max_tokens")
+                    if max_completion_tokens is None
+                    else max_completion_tokens
                 ),
                 sampling=read_sampling(body),
-                seed=get(body, "seed", (int,), None),
-                num_samples=positive(body, "n", MAX_TURNS) or 1,
-                stream=get(body, "stream", (bool,), False),
-                logprobs=get(body, "logprobs", (bool,), False),
+                seed=get_field(body, "seed", (int,), None),
+                num_samples=positive_int(body, "n", MAX_TURNS) or 1,
+                stream=get_field(body, "stream", (bool,), False),
+                logprobs=get_field(body, "logprobs", (bool,), False),
                 left_out=left_out,
             )
         ]
@@ -134,8 +136,8 @@ def _parse_tools(tools: Any) -> list[Tool]:
     if not tools:
         return []
     if not isinstance(tools, list):
-        raise WrongField("tools", f"tools must be a list, got {kind_of(tools)}")
-    check_number(tools, "tools", MAX_TOOLS, "tools")
+        raise WrongField("tools", f"tools must be a list, got {json_type_name(tools)}")
+    check_count(tools, "tools", MAX_TOOLS, "tools")
     parsed = []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -147,7 +149,7 @@ def _parse_tools(tools: Any) -> list[Tool]:
 
 def _parse_messages(messages: Any, left_out: LeftOut) -> list[Message]:
     if not isinstance(messages, list):
-        raise WrongField("messages", f"messages must be a list, got {kind_of(messages)}")
+        raise WrongField("messages", f"messages must be a list, got {json_type_name(messages)}")
     return [_parse_message(message, f"messages[{i}]", left_out) for i, message in enumerate(messages)]
 
 
@@ -172,7 +174,7 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
                 break
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list):
-                raise WrongField(where, f"{where}.tool_calls must be a list, got {kind_of(calls)}")
+                raise WrongField(where, f"{where}.tool_calls must be a list, got {json_type_name(calls)}")
             parsed["tool_calls"] = [
                 _parse_call(call, f"{where}.tool_calls[{i}]", left_out) for i, call in enumerate(calls)
             ]

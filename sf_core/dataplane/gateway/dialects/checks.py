@@ -17,11 +17,11 @@ from sf_core.config.undone import UNDONE
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.contents import CHARACTERS, LeftOut, too_many_values
 from sf_core.dataplane.chat.json_text import (
-    KINDS,
+    JSON_TYPE_NAMES,
     MAX_DEPTH,
     TooDeepError,
     has_too_many,
-    kind_of,
+    json_type_name,
     mend_json,
 )
 from sf_core.dataplane.chat.messages import Message
@@ -72,7 +72,7 @@ def parse_object(data: bytes, has_ids: bool = False) -> tuple[Body, bool]:
     """`has_ids`: it may hold any number of numbers."""
     body, is_mended = parse_json(data, has_ids)
     if not isinstance(body, dict):
-        raise ApiError(400, f"The request body must be a JSON object, got {kind_of(body)}")
+        raise ApiError(400, f"The request body must be a JSON object, got {json_type_name(body)}")
     return body, is_mended
 
 
@@ -104,9 +104,9 @@ def check_choice(choice: ToolChoice, tools: list[Tool], where: str = "tool_choic
     return choice
 
 
-def pick_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[Tool]:
+def select_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[Tool]:
     """The tools of these names. Raises ApiError if one names no tool."""
-    check_number(names, where, MAX_TOOLS, "names of allowed functions")
+    check_count(names, where, MAX_TOOLS, "names of allowed functions")
     known = {tool["function"]["name"] for tool in tools}
     if unknown := [quote(name) for name in names if not isinstance(name, str) or name not in known]:
         raise WrongField(where, f"{where} allows functions that are not in tools: {', '.join(unknown)}")
@@ -114,7 +114,7 @@ def pick_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[To
     return [tool for tool in tools if tool["function"]["name"] in picked]
 
 
-def check_number(items: Collection[Any], where: str, most: int, kind: str) -> None:
+def check_count(items: Collection[Any], where: str, most: int, kind: str) -> None:
     """Raises WrongField for more than `most` items. `kind` is a plural noun for the items."""
     if len(items) > most:
         raise WrongField(where, f"{where} must have at most {most} {kind}, got {len(items)}")
@@ -154,9 +154,9 @@ def function_tool(sent: dict[str, Any]) -> Tool:
 
 
 def parse_stop(body: Body, name: str = "stop") -> list[str]:
-    stop = get(body, name, (str, list), [])
+    stop = get_field(body, name, (str, list), [])
     stop = [stop] if isinstance(stop, str) else stop
-    check_number(stop, name, MAX_STOPS, "stop strings")
+    check_count(stop, name, MAX_STOPS, "stop strings")
     if not all(isinstance(text, str) and text for text in stop):
         raise WrongField(name, f"{name} must be a non-empty string or a list of such strings")
     if (longest := max(map(len, stop), default=0)) > MAX_STOP_CHARACTERS:
@@ -165,9 +165,9 @@ def parse_stop(body: Body, name: str = "stop") -> list[str]:
     return list(stop)
 
 
-def positive(body: Body, name: str, most: int | None = None) -> int | None:
+def positive_int(body: Body, name: str, most: int | None = None) -> int | None:
     """The field if it is an integer from 1 to `most`; None if it is absent or null."""
-    value = get(body, name, (int,), None)
+    value = get_field(body, name, (int,), None)
     if value is not None and value < 1:
         raise WrongField(name, f"{name} must be at least 1, got {value}")
     if value is not None and most is not None and value > most:
@@ -175,15 +175,15 @@ def positive(body: Body, name: str, most: int | None = None) -> int | None:
     return None if value is None else int(value)
 
 
-def number(body: Body, name: str, default: float, low: float, high: float) -> float:
+def number_between(body: Body, name: str, default: float, low: float, high: float) -> float:
     """The field if it is a number from `low` to `high`, the default if it is absent or null."""
-    value = get(body, name, (int, float), default)
+    value = get_field(body, name, (int, float), default)
     if not low <= value <= high:
         raise WrongField(name, f"{name} must be between {low:g} and {high:g}, got {value}")
     return float(value)
 
 
-def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
+def get_field(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
     """The field if it is of one of these JSON types, the default if it is absent or null."""
     value = body.get(name)
     if value is None:
@@ -191,7 +191,10 @@ def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
     # bool is an int in Python but not in JSON
     is_wrong_bool = isinstance(value, bool) and bool not in kinds
     if is_wrong_bool or not isinstance(value, kinds):
-        raise WrongField(name, f"{name} must be {' or '.join(KINDS[k] for k in kinds)}, got {kind_of(value)}")
+        raise WrongField(
+            name,
+            f"{name} must be {' or '.join(JSON_TYPE_NAMES[k] for k in kinds)}, got {json_type_name(value)}",
+        )
     if isinstance(value, int) and value.bit_length() > 64:
         raise WrongField(name, f"{name} must be an integer of at most 64 bits")
     return value
@@ -249,7 +252,7 @@ def answer_schema(body: Body, *names: str) -> Schema | None:
         if answer_format is None:
             continue
         if not isinstance(answer_format, dict):
-            raise WrongField(name, f"{name} must be an object, got {kind_of(answer_format)}")
+            raise WrongField(name, f"{name} must be an object, got {json_type_name(answer_format)}")
         match answer_format.get("type"):
             case "text":
                 continue
@@ -267,7 +270,7 @@ def _inner_schema(answer_format: Body, name: str) -> Schema:
     inner = answer_format.get("json_schema", answer_format)
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict | bool):
-        raise WrongField(name, f"{name} must contain a JSON Schema, got {kind_of(schema)}")
+        raise WrongField(name, f"{name} must contain a JSON Schema, got {json_type_name(schema)}")
     return schema
 
 
@@ -285,7 +288,7 @@ def asks_strictness(body: Body) -> bool:
 def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
     """Variables of the chat template: `chat_template_kwargs`, and the variables that vLLM sets for an effort
     of reasoning."""
-    options: dict[str, Any] = get(body, "chat_template_kwargs", (dict,), {})
+    options: dict[str, Any] = get_field(body, "chat_template_kwargs", (dict,), {})
     if reserved := TEMPLATE_INPUTS & options.keys():
         names = ", ".join(sorted(reserved))
         raise WrongField("chat_template_kwargs", f"chat_template_kwargs must not contain {names}")
@@ -303,21 +306,21 @@ def read_sampling(body: Body, top_k: int | None = None, max_temperature: float =
     dialects with rules of their own for it."""
     top_k = _read_top_k(body) if top_k is None else top_k
     return Sampling(
-        bound_temperature(number(body, "temperature", 1.0, 0.0, max_temperature)),
-        bound_top_p(number(body, "top_p", 1.0, 0.0, 1.0)),
+        bound_temperature(number_between(body, "temperature", 1.0, 0.0, max_temperature)),
+        bound_top_p(number_between(body, "top_p", 1.0, 0.0, 1.0)),
         min(top_k, MOST_TOP_K),
     )
 
 
 def _read_top_k(body: Body) -> int:
     """`top_k` as vLLM's clients send it: 0 and -1 mean no limit."""
-    value = get(body, "top_k", (int,), 0)
+    value = get_field(body, "top_k", (int,), 0)
     if value < -1:
         raise WrongField("top_k", f"top_k must be at least -1, got {value}")
     return max(0, int(value))
 
 
-def refuse(body: Body, name: str, sentence: str, *allowed: Any) -> None:
+def refuse_unless(body: Body, name: str, sentence: str, *allowed: Any) -> None:
     """Raises ApiError for a value that is neither null nor among those allowed."""
     if (value := body.get(name)) is not None and value not in allowed:
         raise WrongField(name, sentence)

@@ -14,7 +14,7 @@ import msgspec
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.contents import (
     IMAGE,
-    MEDIA,
+    MEDIA_FIELDS,
     LeftOut,
     Part,
     canonical,
@@ -23,8 +23,8 @@ from sf_core.dataplane.chat.contents import (
     kind_of_media,
     read_media,
 )
-from sf_core.dataplane.chat.google_schemas import exact, json_schema, spell
-from sf_core.dataplane.chat.json_text import kind_of
+from sf_core.dataplane.chat.google_schemas import json_schema, to_snake_case, to_strict_schema
+from sf_core.dataplane.chat.json_text import json_type_name
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
@@ -33,20 +33,20 @@ from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     check_choice,
     check_conversation,
-    check_number,
+    check_count,
     function_tool,
-    get,
-    number,
+    get_field,
+    number_between,
     parse_arguments,
     parse_stop,
-    pick_tools,
-    positive,
+    positive_int,
     read_sampling,
-    refuse,
+    refuse_unless,
+    select_tools,
     template_options,
 )
 from sf_core.dataplane.gateway.dialects.google_reply import GoogleReply, describe_error
-from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, Count
+from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, CountRoutes
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.request import ToolChoice, TurnRequest
 
@@ -80,7 +80,7 @@ def _paths(*methods: str) -> tuple[str, ...]:
 class Google:
     name = "generate_content"
     paths: tuple[str, ...] = _paths("generateContent", STREAMED)
-    count: Count | None = Count(_paths("countTokens"), "totalTokens")
+    count: CountRoutes | None = CountRoutes(_paths("countTokens"), "totalTokens")
     schema_fields = frozenset({"response_mime_type", "response_schema", "response_json_schema"})
     done_fields: frozenset[str] = frozenset()
     has_ids = False
@@ -93,17 +93,17 @@ class Google:
 
     def read(self, body: Body, path: str) -> Body:
         model, _, method = path.partition("/models/")[2].rpartition(":")
-        body = spell(body)
+        body = to_snake_case(body)
         # a request to count tokens may contain a whole request
-        body = get(body, "generate_content_request", (dict,), body)
-        config = get(body, "generation_config", (dict,), {})
+        body = get_field(body, "generate_content_request", (dict,), body)
+        config = get_field(body, "generation_config", (dict,), {})
         return {**body, **config, "model": model, "stream": method == STREAMED}
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
         left_out = LeftOut(sees)
-        tools = _parse_tools(get(body, "tools", (list,), []), left_out)
+        tools = _parse_tools(get_field(body, "tools", (list,), []), left_out)
         choice, tools = _parse_choice(body, tools, left_out)
-        refuse(
+        refuse_unless(
             body,
             "logprobs",
             "logprobs must be 0; response_logprobs gives the log-prob of the sampled token",
@@ -117,12 +117,12 @@ class Google:
                 tool_choice=choice,
                 schema=_answer_schema(body),
                 stop=parse_stop(body, "stop_sequences"),
-                max_tokens=positive(body, "max_output_tokens"),
+                max_tokens=positive_int(body, "max_output_tokens"),
                 sampling=read_sampling(body, _read_top_k(body)),
-                seed=get(body, "seed", (int,), None),
-                num_samples=positive(body, "candidate_count", MAX_TURNS) or 1,
-                stream=get(body, "stream", (bool,), False),
-                logprobs=get(body, "response_logprobs", (bool,), False),
+                seed=get_field(body, "seed", (int,), None),
+                num_samples=positive_int(body, "candidate_count", MAX_TURNS) or 1,
+                stream=get_field(body, "stream", (bool,), False),
+                logprobs=get_field(body, "response_logprobs", (bool,), False),
                 left_out=left_out,
             )
         ]
@@ -142,7 +142,7 @@ class Google:
 
 def _read_top_k(body: Body) -> int:
     """A whole number, which google-genai sends with a decimal point."""
-    value = number(body, "top_k", 0.0, 0.0, 1e9)
+    value = number_between(body, "top_k", 0.0, 0.0, 1e9)
     if not value.is_integer():
         raise WrongField("top_k", f"top_k must be a whole number, got {value}")
     return int(value)
@@ -151,17 +151,17 @@ def _read_top_k(body: Body) -> int:
 def _parse_tools(tools: list[Any], left_out: LeftOut) -> list[Tool]:
     """The functions; kinds of tools that are left out are added to `left_out`."""
     parsed: list[Tool] = []
-    check_number(tools, "tools", MAX_TOOLS, "entries")
+    check_count(tools, "tools", MAX_TOOLS, "entries")
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         if not isinstance(tool, dict):
-            raise WrongField(where, f"{where} must be an object, got {kind_of(tool)}")
+            raise WrongField(where, f"{where} must be an object, got {json_type_name(tool)}")
         kinds = {kind for kind, value in tool.items() if value is not None} - {"function_declarations"}
         if unsupported := sorted(kinds.difference(LEFT_OUT)):
             raise WrongField(where, f"{where}: only functions are supported, not {unsupported[0]}")
         left_out.kinds += sorted(kinds)
-        declarations = get(tool, "function_declarations", (list,), [])
-        check_number([*parsed, *declarations], "tools", MAX_TOOLS, "functions")
+        declarations = get_field(tool, "function_declarations", (list,), [])
+        check_count([*parsed, *declarations], "tools", MAX_TOOLS, "functions")
         for n, declaration in enumerate(declarations):
             parsed.append(_parse_function(declaration, f"{where}.function_declarations[{n}]"))
     return parsed
@@ -170,16 +170,16 @@ def _parse_tools(tools: list[Any], left_out: LeftOut) -> list[Tool]:
 def _parse_function(declaration: Any, where: str) -> Tool:
     if not isinstance(declaration, dict) or not isinstance(declaration.get("name"), str):
         raise WrongField(where, f"{where} must be a function with a name")
-    google_schema = get(declaration, "parameters", (dict,), {"type": "object", "properties": {}})
-    schema = get(declaration, "parameters_json_schema", (dict,), json_schema(google_schema))
+    google_schema = get_field(declaration, "parameters", (dict,), {"type": "object", "properties": {}})
+    schema = get_field(declaration, "parameters_json_schema", (dict,), json_schema(google_schema))
     return function_tool(declaration | {"parameters": schema})
 
 
 def _answer_schema(body: Body) -> Schema | None:
-    mime = get(body, "response_mime_type", (str,), "text/plain")
-    schema = get(body, "response_json_schema", (dict, bool), None)
+    mime = get_field(body, "response_mime_type", (str,), "text/plain")
+    schema = get_field(body, "response_json_schema", (dict, bool), None)
     if schema is None:
-        schema = exact(json_schema(get(body, "response_schema", (dict,), None)))
+        schema = to_strict_schema(json_schema(get_field(body, "response_schema", (dict,), None)))
     if mime == "application/json":
         return {} if schema is None else schema
     if mime != "text/plain" or schema is not None:
@@ -193,14 +193,14 @@ def _parse_choice(body: Body, tools: list[Tool], left_out: LeftOut) -> tuple[Too
     """The choice, and the tools that the model is shown. The mode VALIDATED counts as left out: it asks that
     calls follow their schemas."""
     where = "function_calling_config"
-    config = get(get(body, "tool_config", (dict,), {}), where, (dict,), {})
-    mode = get(config, "mode", (str,), "AUTO")
+    config = get_field(get_field(body, "tool_config", (dict,), {}), where, (dict,), {})
+    mode = get_field(config, "mode", (str,), "AUTO")
     left_out.kinds += ["strict"] * (mode == "VALIDATED")
     choice = MODES.get(mode)
     if choice is None:
         raise WrongField(where, f"{where}.mode must be one of {', '.join(MODES)}")
-    allowed = get(config, "allowed_function_names", (list,), [])
-    shown = pick_tools(tools, allowed, where) if allowed else tools
+    allowed = get_field(config, "allowed_function_names", (list,), [])
+    shown = select_tools(tools, allowed, where) if allowed else tools
     if choice.kind == "required" and len(allowed) == 1:
         return ToolChoice("required", allowed[0]), tools
     return check_choice(choice, shown, where), shown
@@ -213,7 +213,7 @@ def _parse_messages(body: Body, left_out: LeftOut) -> list[Message]:
         texts = _texts(_parts(instruction, "system", "system_instruction"))
         messages += [{"role": "system", "content": canonical(texts)}] if any(texts) else []
     open_calls = _OpenCalls([])
-    for role, parts in _parse_contents(get(body, "contents", (list,), []), left_out.sees):
+    for role, parts in _parse_contents(get_field(body, "contents", (list,), []), left_out.sees):
         if role == "model":
             messages.append(_answer(parts, len(messages), left_out))
             open_calls = _OpenCalls(messages[-1].get("tool_calls", []))
@@ -235,7 +235,7 @@ def _parse_contents(contents: list[Any], sees: bool) -> list[tuple[str, list[Loc
     turns: list[tuple[str, list[LocatedPart]]] = []
     for i, content in enumerate(contents):
         where = f"contents[{i}]"
-        sent_role = get(content, "role", (str,), "user") if isinstance(content, dict) else "user"
+        sent_role = get_field(content, "role", (str,), "user") if isinstance(content, dict) else "user"
         if (role := ROLES.get(sent_role)) is None:
             raise WrongField(where, f"{where}.role must be one of {', '.join(ROLES)}, got {sent_role!r}")
         parts = _parts(content, role, where, sees)
@@ -251,16 +251,16 @@ def _parse_contents(contents: list[Any], sees: bool) -> list[tuple[str, list[Loc
 def _parts(content: Any, role: str, where: str, sees: bool = False) -> list[LocatedPart]:
     """The parts of a content. A model's reasoning gets a kind of its own, `thought`."""
     if not isinstance(content, dict):
-        raise WrongField(where, f"{where} must be an object with parts, got {kind_of(content)}")
+        raise WrongField(where, f"{where} must be an object with parts, got {json_type_name(content)}")
     allowed_kinds = {"text", _PARTS_BESIDE_TEXT.get(role)}
-    sent_parts = get(content, "parts", (list,), [])
+    sent_parts = get_field(content, "parts", (list,), [])
     if any(isinstance(part, dict) and "function_response" in part for part in sent_parts):
-        allowed_kinds |= set(MEDIA)  # Gemini CLI sends the images of a result beside it
+        allowed_kinds |= set(MEDIA_FIELDS)  # Gemini CLI sends the images of a result beside it
     parts: list[LocatedPart] = []
     for i, part in enumerate(sent_parts):
         at = f"{where}.parts[{i}]"
         if not isinstance(part, dict):
-            raise WrongField(at, f"{at} must be an object, got {kind_of(part)}")
+            raise WrongField(at, f"{at} must be an object, got {json_type_name(part)}")
         fields = {
             name: value for name, value in part.items() if value is not None and name not in _PART_ANNOTATIONS
         }
@@ -270,7 +270,7 @@ def _parts(content: Any, role: str, where: str, sees: bool = False) -> list[Loca
             raise WrongField(at, f"{at}: {kinds} parts are not supported for {role}")
         [(kind, value)] = fields.items()
         if not isinstance(value, str if kind == "text" else dict):
-            raise WrongField(at, f"{at}.{kind} must not be {kind_of(value)}")
+            raise WrongField(at, f"{at}.{kind} must not be {json_type_name(value)}")
         is_thought = role == "model" and kind == "text" and part.get("thought")
         parts.append(({"thought": value} if is_thought else fields, at))
     return parts
@@ -315,7 +315,7 @@ def _call(function_call: dict[str, Any], where: str, default_id: str, left_out: 
     if not isinstance(function_call.get("name"), str):
         raise WrongField(where, f"{where}.function_call must have a name")
     arguments = parse_arguments(function_call.get("args"), left_out)
-    call_id = get(function_call, "id", (str,), "") or default_id
+    call_id = get_field(function_call, "id", (str,), "") or default_id
     return tool_call(call_id, function_call["name"], arguments)
 
 
@@ -353,7 +353,7 @@ def _results(parts: list[LocatedPart], open_calls: _OpenCalls, left_out: LeftOut
         if (response := part.get("function_response")) is not None:
             results.append(_result(response, where, open_calls))
             content = [results[-1]["content"]]
-            media = get(response, "parts", (list,), [])
+            media = get_field(response, "parts", (list,), [])
         else:
             media = [part] if has_media(part) else []
         if results or not left_out.sees:
@@ -365,14 +365,14 @@ def _results(parts: list[LocatedPart], open_calls: _OpenCalls, left_out: LeftOut
 
 def _result(function_response: dict[str, Any], where: str, open_calls: _OpenCalls) -> Message:
     name = function_response.get("name")
-    call_id = get(function_response, "id", (str,), "")
+    call_id = get_field(function_response, "id", (str,), "")
     call = open_calls.pop(name if isinstance(name, str) else None, call_id)
     if call is None:
         sentence = (
             f"{where}: the result of {name!r} does not answer an open call of the model's content before it"
         )
         raise WrongField(where, sentence)
-    response = get(function_response, "response", (dict,), {})
+    response = get_field(function_response, "response", (dict,), {})
     is_wrapped = response.keys() in ({"output"}, {"result"})
     [output] = response.values() if is_wrapped else [response]
     content = output if isinstance(output, str) else msgspec.json.encode(output).decode()

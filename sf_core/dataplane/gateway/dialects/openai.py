@@ -7,8 +7,8 @@ from typing import Any
 
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
-from sf_core.dataplane.gateway.dialects.checks import Body, check_choice, get, pick_tools
-from sf_core.dataplane.gateway.dialects.protocol import Count, data_event
+from sf_core.dataplane.gateway.dialects.checks import Body, check_choice, get_field, select_tools
+from sf_core.dataplane.gateway.dialects.protocol import CountRoutes, data_event
 from sf_core.dataplane.turns.answer import Answer, TokenLogprob
 from sf_core.dataplane.turns.request import ToolChoice
 
@@ -20,7 +20,7 @@ OVERFLOW = (
 
 
 class OpenAI:
-    count: Count | None = None
+    count: CountRoutes | None = None
     schema_fields: frozenset[str] = frozenset()
     done_fields: frozenset[str] = frozenset()
     has_ids = False
@@ -74,14 +74,14 @@ class ChoicesReply:
 def read_choice(body: Body, tools: list[Tool], function_name: Any) -> tuple[ToolChoice, list[Tool]]:
     """The choice, and the tools that the model is shown. A choice of type allowed_tools selects some tools,
     and has a mode. `function_name`: the function that tool_choice names, if it is an object."""
-    choice = get(body, "tool_choice", (str, dict), "auto")
-    parallel = get(body, "parallel_tool_calls", (bool,), True)
+    choice = get_field(body, "tool_choice", (str, dict), "auto")
+    parallel = get_field(body, "parallel_tool_calls", (bool,), True)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         # in the Responses API these fields stand beside the type
-        allowed = get(choice, "allowed_tools", (dict,), choice)
-        names = [_name_of_function(tool) for tool in get(allowed, "tools", (list,), [])]
-        tools = pick_tools(tools, names, "tool_choice")
-        choice = get(allowed, "mode", (str,), "auto")
+        allowed = get_field(choice, "allowed_tools", (dict,), choice)
+        names = [_name_of_function(tool) for tool in get_field(allowed, "tools", (list,), [])]
+        tools = select_tools(tools, names, "tool_choice")
+        choice = get_field(allowed, "mode", (str,), "auto")
     if isinstance(choice, dict) and isinstance(function_name, str):
         return check_choice(ToolChoice("required", function_name, parallel), tools), tools
     if choice not in ("auto", "none", "required"):

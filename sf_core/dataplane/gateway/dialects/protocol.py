@@ -37,7 +37,7 @@ class Reply(Protocol):
         ...
 
 
-class Count(NamedTuple):
+class CountRoutes(NamedTuple):
     """The routes that count the tokens of a prompt."""
 
     paths: tuple[str, ...]
@@ -53,7 +53,7 @@ class Dialect(Protocol):
     paths: tuple[str, ...]
     """The paths that answer with turns, in the form of routes."""
 
-    count: Count | None
+    count: CountRoutes | None
     """None: the API of this dialect counts no tokens."""
 
     schema_fields: frozenset[str]

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from sf_core.dataplane.chat.contents import LeftOut, join_texts, read_content, read_result
-from sf_core.dataplane.chat.json_text import kind_of
+from sf_core.dataplane.chat.json_text import json_type_name
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
@@ -19,14 +19,14 @@ from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     answer_schema,
     check_conversation,
-    check_number,
+    check_count,
     check_size,
     function_tool,
-    get,
+    get_field,
     parse_arguments,
-    positive,
+    positive_int,
     read_sampling,
-    refuse,
+    refuse_unless,
     template_options,
 )
 from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, OpenAI, read_choice
@@ -73,17 +73,17 @@ class Responses(OpenAI):
     overflow = f"Your input exceeds the context window of this model. {OVERFLOW}", "input"
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        refuse(body, "prompt", "stored prompts are not supported; use instructions")
-        get(body, "text", (dict,), {})
-        sent_tools = get(body, "tools", (list,), [])
-        check_number(sent_tools, "tools", MAX_TOOLS, "tools")
+        refuse_unless(body, "prompt", "stored prompts are not supported; use instructions")
+        get_field(body, "text", (dict,), {})
+        sent_tools = get_field(body, "tools", (list,), [])
+        check_count(sent_tools, "tools", MAX_TOOLS, "tools")
         for name in ECHOED:
             check_size(body.get(name), name, MAX_ECHOED.get(name, MAX_ECHOED_BYTES))
         left_out = LeftOut(sees, [tool["type"] for tool in sent_tools if _is_left_out(tool)])
         choice = body.get("tool_choice")
         function_name = choice.get("name") if isinstance(choice, dict) else None
         tool_choice, tools = read_choice(body, _parse_tools(sent_tools), function_name)
-        instructions = get(body, "instructions", (str,), "")
+        instructions = get_field(body, "instructions", (str,), "")
         messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
         messages += _previous_messages(body, session)
         messages += _parse_input(body.get("input"), session, left_out)
@@ -92,13 +92,15 @@ class Responses(OpenAI):
             TurnRequest(
                 messages=check_conversation(messages, "input"),
                 tools=tools,
-                template_options=template_options(body, get(body, "reasoning", (dict,), {}).get("effort")),
+                template_options=template_options(
+                    body, get_field(body, "reasoning", (dict,), {}).get("effort")
+                ),
                 tool_choice=tool_choice,
                 schema=answer_schema(body, "text.format"),
-                max_tokens=positive(body, "max_output_tokens"),
+                max_tokens=positive_int(body, "max_output_tokens"),
                 sampling=read_sampling(body),
-                stream=get(body, "stream", (bool,), False),
-                logprobs=LOGPROBS in get(body, "include", (list,), []),
+                stream=get_field(body, "stream", (bool,), False),
+                logprobs=LOGPROBS in get_field(body, "include", (list,), []),
                 left_out=left_out,
             )
         ]
@@ -116,7 +118,7 @@ def _response_id(turn_id: str, body: Body) -> str:
 
 
 def _previous_messages(body: Body, session: Session) -> list[Message]:
-    response_id = get(body, "previous_response_id", (str,), None)
+    response_id = get_field(body, "previous_response_id", (str,), None)
     if response_id is None:
         return []
     turn = session.find_turn(response_id.removeprefix("resp_").removesuffix(_WITH_INSTRUCTIONS))
@@ -140,7 +142,7 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
         if _is_left_out(tool):
             continue
         if not isinstance(tool, dict) or tool.get("type") != "function":
-            kind = tool.get("type") if isinstance(tool, dict) else kind_of(tool)
+            kind = tool.get("type") if isinstance(tool, dict) else json_type_name(tool)
             raise WrongField(where, f"{where}: only functions are supported, not {kind}")
         if not isinstance(tool.get("name"), str):
             raise WrongField(where, f"{where} must have a name")
@@ -156,15 +158,15 @@ def _parse_input(items: Any, session: Session, left_out: LeftOut) -> list[Messag
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise WrongField("input", f"input must be a string or a list of items, got {kind_of(items)}")
+        raise WrongField("input", f"input must be a string or a list of items, got {json_type_name(items)}")
     messages: list[Message] = []
     references = [item for item in items if isinstance(item, dict) and item.get("type") == "item_reference"]
-    check_number(references, "input", MAX_REFERENCES, "item references")
+    check_count(references, "input", MAX_REFERENCES, "item references")
     known: set[str] = set()
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if not isinstance(item, dict):
-            raise WrongField(where, f"{where} must be an object, got {kind_of(item)}")
+            raise WrongField(where, f"{where} must be an object, got {json_type_name(item)}")
         if item.get("type") == "item_reference":
             _recall(messages, known, item.get("id"), session, where)
         elif item.get("type") == "additional_tools":
@@ -265,7 +267,7 @@ def _join_texts(message: Message) -> None:
 
 def _read_reasoning(item: dict[str, Any], where: str) -> str:
     """The text of a reasoning item: of its content, or of its summary. As in vLLM, the first part counts."""
-    parts = get(item, "content", (list,), []) or get(item, "summary", (list,), [])
+    parts = get_field(item, "content", (list,), []) or get_field(item, "summary", (list,), [])
     text = parts[0].get("text") if parts and isinstance(parts[0], dict) else ""
     if not isinstance(text, str):
         raise WrongField(where, f"{where} has a part without text")
