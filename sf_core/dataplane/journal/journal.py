@@ -51,8 +51,8 @@ class Journal:
     """Appends from one event loop, in order. The loop hands bytes to the kernel, which takes microseconds;
     one thread does the slow work: fsync, reading, rewriting. Writes during an fsync share the next one.
 
-    This process owns it from the first read or append until `rest` or `close`. All methods that read or wait
-    raise ApiError 409 if another process owns it."""
+    This process owns it from the first read or append until `rest` or `close`. All methods that read or
+    wait raise ApiError 409 if another process owns it."""
 
     def __init__(self, path: Path, fsync: Fsync = "turn", owner: Owner | None = None) -> None:
         self.path = path

@@ -58,8 +58,8 @@ class Router:
         if len(self.waiting) >= self.limits.max_waiting:
             raise ApiError(
                 429,
-                f"{len(self.waiting)} requests are already waiting, because {self.obstacle()}; try again "
-                "later.",
+                f"{len(self.waiting)} requests are already waiting, because {self.obstacle()}; "
+                "try again later.",
                 code="too_many_waiting",
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -188,9 +188,10 @@ class Router:
             generation.refuse(EngineFailed(reason, is_poison=True))
 
     def _explain_wait(self, generation: Generation) -> str:
+        obstacle = self.obstacle(generation.floor)
         if generation.suspicion is None:
-            return self.obstacle(generation.floor)
-        return f"it may have ended an engine and must be tried alone, but {self.obstacle(generation.floor)}"
+            return obstacle
+        return f"it may have ended an engine and must be tried alone, but {obstacle}"
 
     def _refuse(self, generation: Generation, reason: str) -> None:
         self.stop(generation)

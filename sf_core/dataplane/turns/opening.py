@@ -1,8 +1,8 @@
 """From a request to its turns: its prompt in the session, and whether each turn is new, continued, or already
 served.
 
-A retry joins its turn instead of sampling another (identity.py). No turn is begun if one of the requests is
-refused.
+A retry joins its turn instead of sampling another (request_fingerprint.py). No turn is begun if one of the
+requests is refused.
 """
 
 from __future__ import annotations

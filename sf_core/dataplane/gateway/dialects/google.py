@@ -295,7 +295,7 @@ def _user_parts(parts: list[LocatedPart], left_out: LeftOut) -> list[str | Part]
 
 def _answer(parts: list[LocatedPart], num_before: int, left_out: LeftOut) -> Message:
     """The message of an answer, whose parts are pieces of one text. Calls without ids get new ids, whose
-    values do not matter (sessions/identity.py)."""
+    values do not matter (sessions/conversation_keys.py)."""
     answer: Message = {"role": "assistant", "content": "".join(_texts(parts))}
     if thoughts := _texts(parts, "thought"):
         answer["reasoning_content"] = "".join(thoughts)
