@@ -214,8 +214,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _too_large() -> ApiError:
-    most = f"{MAX_HEADERS} headers, and {MAX_HEAD_BYTES} bytes of them with its first line"
-    return ApiError(431, f"A request may have at most {most}.")
+    limits = f"{MAX_HEADERS} headers, and {MAX_HEAD_BYTES} bytes of them with its first line"
+    return ApiError(431, f"A request may have at most {limits}.")
 
 
 def _response(error: ApiError) -> bytes:

@@ -53,14 +53,14 @@ class RequestParser(httptools.HttpRequestParser):
         super().__init__(None)
 
     def feed_data(self, data: bytes | memoryview) -> None:  # type: ignore[override]
-        rest = memoryview(data)
+        remaining = memoryview(data)
         while True:
             try:
-                super().feed_data(rest)
+                super().feed_data(remaining)
             except httptools.HttpParserUpgrade as upgrade:
                 if not self._ignores_upgrade:
                     raise
-                rest = rest[upgrade.args[0] :]
+                remaining = remaining[upgrade.args[0] :]
                 self._parse_head_again()
             else:
                 return

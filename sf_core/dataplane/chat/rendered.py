@@ -24,17 +24,20 @@ class Reader:
             raise ValueError(f"run {run.run_id} has no tokenizer")
         self._renderer = Renderer(run.start_dir)
 
-    def is_as_seen(self, messages: Sequence[Message], tools: list[Tool], seen: Sequence[int]) -> bool:
-        """Whether all messages but the last render to `seen`, the prompt from which the last was sampled. The
-        prompt may end with the forced beginning of a call, which the rendering of the last message shows.
+    def is_as_seen(self, messages: Sequence[Message], tools: list[Tool], prompt_ids: Sequence[int]) -> bool:
+        """Whether all messages but the last render to `prompt_ids`, the prompt from which the last was
+        sampled. The prompt may end with the forced beginning of a call, which the rendering of the last
+        message shows.
 
         Texts are compared, because sampled ids may differ from those the tokenizer makes of the same text."""
         if not messages:
             return False
         if (sight := self._renderer.sight) is not None:
             # a rendering has one placeholder for each picture
-            seen = [token for last, token in pairwise([-1, *seen]) if not last == token == sight.token_id]
-        text = self._renderer.decode_with_special(list(seen))
+            prompt_ids = [
+                token for last, token in pairwise([-1, *prompt_ids]) if not last == token == sight.token_id
+            ]
+        text = self._renderer.decode_with_special(list(prompt_ids))
         *before, last = messages
         try:
             prompt = self._renderer.render(before, tools)

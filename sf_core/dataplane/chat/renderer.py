@@ -253,24 +253,24 @@ class Renderer:
             return None
         return text_offset, int(id_offsets[-1])
 
-    def encode(self, text: str, after: str = "", most: float = inf, *, adds_special: bool = False) -> Ids:
+    def encode(self, text: str, after: str = "", limit: float = inf, *, adds_special: bool = False) -> Ids:
         """Ids of a text that follows the special token `after`: some tokenizers put a space before a text,
         but only at the very beginning. `adds_special`: the tokenizer adds its special tokens. Raises
-        TooManyTokensError if a long text has `most` tokens or more."""
-        ids = self._encode(after + text, most + bool(after), adds_special)
+        TooManyTokensError if a long text has `limit` tokens or more."""
+        ids = self._encode(after + text, limit + bool(after), adds_special)
         if after:
             # an end-of-turn text that is no added token may be encoded together with the text
             is_own_token = ids[0] == self._tokenizer.token_to_id(after)
-            ids = ids[1:] if is_own_token else self._encode(text, most)
+            ids = ids[1:] if is_own_token else self._encode(text, limit)
         return ids
 
-    def _encode(self, text: str, most: float, adds_special: bool = False) -> Ids:
+    def _encode(self, text: str, limit: float, adds_special: bool = False) -> Ids:
         if len(text) < LONG_CHARACTERS:
             encoding = self._tokenizer.encode(text, add_special_tokens=adds_special)
             return np.array(encoding.ids, dtype=np.int32)
         # unlike `encode`, it releases the GIL and computes no offsets: half the time and half the memory
         [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
-        if len(encoded) >= most:
+        if len(encoded) >= limit:
             # making the list of ids alone would block other threads
             raise TooManyTokensError(len(encoded))
         return to_ids(encoded.ids)

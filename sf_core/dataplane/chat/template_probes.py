@@ -149,17 +149,17 @@ def _extends(render: Render, history: list[Message], added: list[Message], tools
 
 
 def find_end_of_turn(
-    render: Render, render_only: Render, known: tuple[str, ...], tokens: Iterable[str]
+    render: Render, render_only: Render, known_stops: tuple[str, ...], tokens: Iterable[str]
 ) -> str | None:
-    """The token among `tokens` with which the template ends an answer; None if a token of `known` ends it.
-    `render_only` does not open the next answer, so the text after an answer cannot be the beginning of
+    """The token among `tokens` with which the template ends an answer; None if a token of `known_stops` ends
+    it. `render_only` does not open the next answer, so the text after an answer cannot be the beginning of
     another turn."""
     try:
         last = _after_answer(render_only([_USER, _ANSWERS[0]], []))
         followed = _after_answer(render([_USER, _ANSWERS[0], _USER], []))
     except jinja2.TemplateError:
         return None
-    if last.startswith(known) or followed.startswith(known):
+    if last.startswith(known_stops) or followed.startswith(known_stops):
         return None
     ends = (token for token in tokens if last.startswith(token) and followed.startswith(token))
     return max(ends, key=len, default=None)

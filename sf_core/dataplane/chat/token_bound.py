@@ -71,17 +71,19 @@ class TokenBound:
 
     def _weigh(self, counts: np.ndarray, num_characters: int) -> float:
         """The bound of a text from the counts of its bytes, which holds whatever follows the text."""
-        repeated = [(int(counts[byte]), most) for byte, most in self._max_repeats.items()]
+        repeated = [(int(counts[byte]), max_in_token) for byte, max_in_token in self._max_repeats.items()]
         if not self._composes:
             by_weight = float(counts @ self._weights)
-            return max(by_weight, *(num / most for num, most in repeated))
+            return max(by_weight, *(num_in_text / max_in_token for num_in_text, max_in_token in repeated))
         # each other character, and the next text, may be composed with an ASCII character before it
         ascii_counts = counts[:128]
         num_composed = num_characters - int(ascii_counts.sum()) + 1
         most_lost = num_composed * float(self._weights.max())
         by_weight = float(ascii_counts @ self._weights[:128]) - most_lost
         by_length = int(counts.sum()) / MAX_NFC_FACTOR / self._longest - 1
-        by_repetition = [(num - num_composed) / most for num, most in repeated]
+        by_repetition = [
+            (num_in_text - num_composed) / max_in_token for num_in_text, max_in_token in repeated
+        ]
         return max(by_weight, by_length, 0.0, *by_repetition)
 
     def _weigh_tokens(self, tokenizer: Tokenizer) -> None:
@@ -94,16 +96,16 @@ class TokenBound:
         covered.sort(reverse=True)
         self._longest = covered[0][0]
         missing = {chr(byte) for byte in range(256)}
-        for length, found in covered:
-            if not missing.isdisjoint(found):
-                self._weights[[ord(byte) for byte in missing.intersection(found)]] = 1 / length
-                missing.difference_update(found)
-        texts = [found for length, found in covered if length > 1]
+        for length, token_bytes in covered:
+            if not missing.isdisjoint(token_bytes):
+                self._weights[[ord(byte) for byte in missing.intersection(token_bytes)]] = 1 / length
+                missing.difference_update(token_bytes)
+        texts = [token_bytes for length, token_bytes in covered if length > 1]
         self._max_repeats = {ord(byte): max(1, *(text.count(byte) for text in texts)) for byte in _REPEATED}
         if any(token.lstrip or token.rstrip for token in added):
             # such a token covers any white space beside it, of which some is not ASCII
             self._max_repeats = {
-                byte: most for byte, most in self._max_repeats.items() if byte not in _BLANKS
+                byte: max_in_token for byte, max_in_token in self._max_repeats.items() if byte not in _BLANKS
             }
             self._weights[_BLANKS] = 0
             self._weights[128:] = 0
@@ -125,15 +127,15 @@ def _coverage(tokenizer: Tokenizer, tokens: list[str]) -> list[Covered] | None:
     model = tokenizer.model
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
-    known = set(tokens)
+    vocabulary = set(tokens)
     if any(step["type"] == "ByteLevel" for step in _steps(tokenizer.pre_tokenizer)):
         bytes_of = byte_of_character()
-        if not known.issuperset(bytes_of):
+        if not vocabulary.issuperset(bytes_of):
             return None
         table = str.maketrans({character: chr(byte) for character, byte in bytes_of.items()})
         return [(len(token), token.translate(table)) for token in tokens]
     single_bytes = {f"<0x{byte:02X}>": chr(byte) for byte in range(256)}
-    if not model.byte_fallback or not known.issuperset(single_bytes):
+    if not model.byte_fallback or not vocabulary.issuperset(single_bytes):
         return None
     covered = [(1, byte) for byte in single_bytes.values()]
     return covered + [_covered(token) for token in tokens]

@@ -232,12 +232,12 @@ def restarted() -> ApiError:
     return ApiError(503, sentence, retry_after_s=RETRY_AFTER_S)
 
 
-def _check_size(size: int, most: int = MAX_BODY_BYTES) -> None:
-    if size > most:
-        raise ApiError(413, f"The request body is over the limit of {most} bytes.")
+def _check_size(size: int, limit: int = MAX_BODY_BYTES) -> None:
+    if size > limit:
+        raise ApiError(413, f"The request body is over the limit of {limit} bytes.")
 
 
-async def read_body(receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
+async def read_body(receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
     """Raises ApiError 413 for a body of more bytes."""
     parts: list[bytes] = []
     size = 0
@@ -247,7 +247,7 @@ async def read_body(receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
             raise ApiError(400, "The client went away before its request was read.")
         parts.append(event.get("body", b""))
         size += len(parts[-1])
-        _check_size(size, most)
+        _check_size(size, limit)
         if not event.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 

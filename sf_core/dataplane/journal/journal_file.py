@@ -187,13 +187,13 @@ class JournalFile:
             self._refuse_other(os.fstat(before.fileno()))
             self._replace(before, (), self._known_frames(before))
 
-    def _replace(self, before: BinaryIO, head: Iterable[bytes], kept: Iterable[bytes]) -> None:
+    def _replace(self, before: BinaryIO, head: Iterable[bytes], retained_frames: Iterable[bytes]) -> None:
         # where locks have no effect, another process may make a temporary file at the same time
         temporary = self.path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
             with open(temporary, "wb", opener=private) as file:
                 file.writelines(head)
-                file.writelines(kept)
+                file.writelines(retained_frames)
                 file.flush()
                 os.fsync(file.fileno())
                 stat = os.fstat(file.fileno())

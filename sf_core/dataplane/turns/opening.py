@@ -170,7 +170,7 @@ def _encode(session: Session, draft: Prepared, context_length: float) -> Encodin
         if isinstance(prompt, Draft):
             return prompt.encode(context_length)
         if isinstance(prompt, str):
-            ids = renderer.encode(prompt, most=context_length, adds_special=draft.adds_special)
+            ids = renderer.encode(prompt, limit=context_length, adds_special=draft.adds_special)
             prompt = _check_ids(renderer, ids)
         _check_length(prompt.end if isinstance(prompt, Prompt) else len(prompt), context_length)
         return prompt

@@ -36,7 +36,7 @@ def detect_format(render: Callable[[list[Message], list[Tool]], str]) -> str:
     matching = [
         name
         for name, form in FORMATS.items()
-        if 1 in texts and all(_reads(form, text, _CALLS[:num]) for num, text in texts.items())
+        if 1 in texts and all(_parses(form, text, _CALLS[:num]) for num, text in texts.items())
     ]
     # several formats may parse the text, so the one that would write it most alike is chosen
     return max(
@@ -74,14 +74,14 @@ def _common_prefix_length(text: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
-def _reads(form: ToolFormat, text: str, calls: list[ToolCall]) -> bool:
+def _parses(form: ToolFormat, text: str, calls: list[ToolCall]) -> bool:
     splitter = form.splitter([_TOOL])
     parts: Parts = [*splitter.push(text), *splitter.finish()]
-    found = [part for part in parts if isinstance(part, ToolCall) or part.strip()]
-    while found and isinstance(found[-1], str):
-        found.pop()
+    parsed = [part for part in parts if isinstance(part, ToolCall) or part.strip()]
+    while parsed and isinstance(parsed[-1], str):
+        parsed.pop()
     # compared as texts, because equal numbers may be of two types
-    return splitter.num_unparsed == 0 and repr(found) == repr(calls)
+    return splitter.num_unparsed == 0 and repr(parsed) == repr(calls)
 
 
 _OTHER = "\N{SNOWMAN}"

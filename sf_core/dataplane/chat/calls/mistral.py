@@ -18,7 +18,7 @@ from sf_core.dataplane.chat.calls.json_calls import (
     read_object,
     render_call,
 )
-from sf_core.dataplane.chat.calls.splitter import Found, MarkedCalls
+from sf_core.dataplane.chat.calls.splitter import MarkedCalls, ParsedCalls
 from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
@@ -37,18 +37,18 @@ _NAME = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]*)\s*(?:\[CALL_ID\]\w*)?(?:\[A
 
 
 def _split(tools: list[Tool]) -> CallSplitter:
-    def read(text: str, is_whole: bool) -> Found | None:
+    def read(text: str, is_whole: bool) -> ParsedCalls | None:
         head = _NAME.match(text)
         end = find_json_end(text, head.end()) if head else None
         if head and end is not None:
             written = text[head.end() : end]
-            return Found(
+            return ParsedCalls(
                 end, _read_named(head[1], written, tools) if head[1] else _read_listed(written, tools)
             )
         if not is_whole:
             return None
         next_start = text.find(_START, 1)
-        return Found(next_start if next_start > 0 else len(text), None)
+        return ParsedCalls(next_start if next_start > 0 else len(text), None)
 
     return MarkedCalls(read, _START, closing="]}")
 
@@ -69,8 +69,8 @@ def _read_listed(written: str, tools: list[Tool]) -> list[ToolCall] | None:
         call_from_object(_with_object(call), tools, "arguments")
         for call in (value if isinstance(value, list) else [value])
     ]
-    found = [call for call in calls if call is not None]
-    return found if found and len(found) == len(calls) else None
+    valid_calls = [call for call in calls if call is not None]
+    return valid_calls if valid_calls and len(valid_calls) == len(calls) else None
 
 
 def _with_object(call: Any) -> Any:

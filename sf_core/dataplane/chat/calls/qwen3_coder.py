@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, Found, MarkedCalls
+from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, ParsedCalls
 from sf_core.dataplane.chat.calls.values import format_value, parse_value
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
@@ -27,38 +27,38 @@ _ARGUMENT = re.compile(r"<parameter=([^<>]+)>(.*?)(?:</parameter>\s*|(?=<paramet
 
 
 def _split(tools: list[Tool]) -> CallSplitter:
-    def read(text: str, is_whole: bool) -> Found | None:
+    def read(text: str, is_whole: bool) -> ParsedCalls | None:
         is_tagged = text.startswith(CALL_START)
         start = len(CALL_START) if is_tagged else 0
         end = text.find(CALL_END if is_tagged else _END)
         if end >= 0 and is_tagged:
-            return Found(end + len(CALL_END), _read_all(text[start:end], tools))
+            return ParsedCalls(end + len(CALL_END), _read_all(text[start:end], tools))
         if end >= 0:
             return _read_untagged(text, end + len(_END), is_whole, tools)
         if not is_whole:
             return None
         # the answer may end inside the closing tag
         end = len(text) - overlap(text, CALL_END)
-        return Found(len(text), _read_all(text[start:end], tools))
+        return ParsedCalls(len(text), _read_all(text[start:end], tools))
 
     return MarkedCalls(read, CALL_START, _START)
 
 
-def _read_untagged(text: str, end: int, is_whole: bool, tools: list[Tool]) -> Found | None:
+def _read_untagged(text: str, end: int, is_whole: bool, tools: list[Tool]) -> ParsedCalls | None:
     """A call without its opening tag, up to `end`; the closing tag may follow."""
-    rest = text[end:].lstrip()
-    if rest.startswith(CALL_END):
-        end_of_tag = len(text) - len(rest) + len(CALL_END)
-        return Found(end_of_tag, _read_all(text[:end], tools))
-    if CALL_END.startswith(rest) and not is_whole:
+    remaining = text[end:].lstrip()
+    if remaining.startswith(CALL_END):
+        end_of_tag = len(text) - len(remaining) + len(CALL_END)
+        return ParsedCalls(end_of_tag, _read_all(text[:end], tools))
+    if CALL_END.startswith(remaining) and not is_whole:
         return None
-    return Found(end, _read_all(text[:end], tools))
+    return ParsedCalls(end, _read_all(text[:end], tools))
 
 
 def _read_all(text: str, tools: list[Tool]) -> list[ToolCall] | None:
     """The calls of a text that consists only of calls; None if it does not."""
-    *texts, rest = text.split(_END)
-    if not texts or rest.strip():
+    *texts, remaining = text.split(_END)
+    if not texts or remaining.strip():
         return None
     calls: list[ToolCall] = []
     for written in texts:

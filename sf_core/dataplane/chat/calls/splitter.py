@@ -11,14 +11,14 @@ CALL_START = "<tool_call>"
 CALL_END = "</tool_call>"
 
 
-class Found(NamedTuple):
+class ParsedCalls(NamedTuple):
     length: int
     """Length of the text of the calls."""
     calls: list[ToolCall] | None
     """None: the text is not a call."""
 
 
-Read = Callable[[str, bool], Found | None]
+Read = Callable[[str, bool], ParsedCalls | None]
 """Parses the calls with which a text begins; None: the result depends on later text. The flag tells that no
 more text will come."""
 
@@ -53,10 +53,10 @@ class MarkedCalls:
         while (start := self._find_mark()) is not None:
             parts.append(self._text[:start])
             self._text = self._text[start:]
-            found = self._read(self._text, is_whole)
-            if found is None:
+            result = self._read(self._text, is_whole)
+            if result is None:
                 return parts
-            length, calls = found
+            length, calls = result
             self.num_unparsed += calls is None
             parts += [self._text[:length]] if calls is None else calls
             self._text = self._text[length:]
@@ -74,7 +74,7 @@ def read_between_tags(parse: Callable[[str], ToolCall | None], *, shows_end: boo
     """A parser of calls between `<tool_call>` and `</tool_call>`. `shows_end`: an incomplete call does not
     parse, so the last call needs no closing tag."""
 
-    def read(text: str, is_whole: bool) -> Found | None:
+    def read(text: str, is_whole: bool) -> ParsedCalls | None:
         if (end := text.find(CALL_END)) >= 0:
             length = end + len(CALL_END)
             inside = text[len(CALL_START) : end]
@@ -84,8 +84,8 @@ def read_between_tags(parse: Callable[[str], ToolCall | None], *, shows_end: boo
             length = len(text)
             inside = text[len(CALL_START) : len(text) - overlap(text, CALL_END)]
         else:
-            return Found(len(text), None)
+            return ParsedCalls(len(text), None)
         call = parse(inside)
-        return Found(length, None if call is None else [call])
+        return ParsedCalls(length, None if call is None else [call])
 
     return read

@@ -107,23 +107,23 @@ def check_choice(choice: ToolChoice, tools: list[Tool], where: str = "tool_choic
 def select_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[Tool]:
     """The tools of these names. Raises ApiError if one names no tool."""
     check_count(names, where, MAX_TOOLS, "names of allowed functions")
-    known = {tool["function"]["name"] for tool in tools}
-    if unknown := [quote(name) for name in names if not isinstance(name, str) or name not in known]:
+    known_names = {tool["function"]["name"] for tool in tools}
+    if unknown := [quote(name) for name in names if not isinstance(name, str) or name not in known_names]:
         raise WrongField(where, f"{where} allows functions that are not in tools: {', '.join(unknown)}")
-    picked = frozenset(names)
-    return [tool for tool in tools if tool["function"]["name"] in picked]
+    selected = frozenset(names)
+    return [tool for tool in tools if tool["function"]["name"] in selected]
 
 
-def check_count(items: Collection[Any], where: str, most: int, kind: str) -> None:
-    """Raises WrongField for more than `most` items. `kind` is a plural noun for the items."""
-    if len(items) > most:
-        raise WrongField(where, f"{where} must have at most {most} {kind}, got {len(items)}")
+def check_count(items: Collection[Any], where: str, limit: int, kind: str) -> None:
+    """Raises WrongField for more than `limit` items. `kind` is a plural noun for the items."""
+    if len(items) > limit:
+        raise WrongField(where, f"{where} must have at most {limit} {kind}, got {len(items)}")
 
 
-def check_size(value: Any, where: str, most: int) -> None:
-    """Raises WrongField for a value whose JSON has more bytes than `most`."""
-    if (size := len(msgspec.json.encode(value))) > most:
-        raise WrongField(where, f"{where} must have at most {most} bytes as JSON, got {size}")
+def check_size(value: Any, where: str, limit: int) -> None:
+    """Raises WrongField for a value whose JSON has more bytes than `limit`."""
+    if (size := len(msgspec.json.encode(value))) > limit:
+        raise WrongField(where, f"{where} must have at most {limit} bytes as JSON, got {size}")
 
 
 def parse_arguments(arguments: Any, left_out: LeftOut) -> dict[str, Any]:
@@ -165,13 +165,13 @@ def parse_stop(body: Body, name: str = "stop") -> list[str]:
     return list(stop)
 
 
-def positive_int(body: Body, name: str, most: int | None = None) -> int | None:
-    """The field if it is an integer from 1 to `most`; None if it is absent or null."""
+def positive_int(body: Body, name: str, limit: int | None = None) -> int | None:
+    """The field if it is an integer from 1 to `limit`; None if it is absent or null."""
     value = get_field(body, name, (int,), None)
     if value is not None and value < 1:
         raise WrongField(name, f"{name} must be at least 1, got {value}")
-    if value is not None and most is not None and value > most:
-        raise WrongField(name, f"{name} must be at most {most}, got {value}")
+    if value is not None and limit is not None and value > limit:
+        raise WrongField(name, f"{name} must be at most {limit}, got {value}")
     return None if value is None else int(value)
 
 

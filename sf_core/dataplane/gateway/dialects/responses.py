@@ -160,19 +160,21 @@ def _parse_input(items: Any, session: Session, left_out: LeftOut) -> list[Messag
     if not isinstance(items, list):
         raise WrongField("input", f"input must be a string or a list of items, got {json_type_name(items)}")
     messages: list[Message] = []
-    references = [item for item in items if isinstance(item, dict) and item.get("type") == "item_reference"]
-    check_count(references, "input", MAX_REFERENCES, "item references")
-    known: set[str] = set()
+    item_references = [
+        item for item in items if isinstance(item, dict) and item.get("type") == "item_reference"
+    ]
+    check_count(item_references, "input", MAX_REFERENCES, "item references")
+    call_ids: set[str] = set()
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if not isinstance(item, dict):
             raise WrongField(where, f"{where} must be an object, got {json_type_name(item)}")
         if item.get("type") == "item_reference":
-            _recall(messages, known, item.get("id"), session, where)
+            _recall(messages, call_ids, item.get("id"), session, where)
         elif item.get("type") == "additional_tools":
             left_out.kinds.append("additional_tools")
         else:
-            _add_item(messages, known, item, where, left_out)
+            _add_item(messages, call_ids, item, where, left_out)
     for message in messages:
         _join_texts(message)
     return messages
@@ -189,9 +191,9 @@ def _check_text(messages: list[Message]) -> None:
         raise WrongField("input", f"{rule}, got {num_characters}: refer to each item once")
 
 
-def _recall(messages: list[Message], known: set[str], item_id: Any, session: Session, where: str) -> None:
+def _recall(messages: list[Message], call_ids: set[str], item_id: Any, session: Session, where: str) -> None:
     """Add an item of an earlier response, by its id. References to the calls of an answer come in the order
-    of the calls. The first reference to a text of an answer stands for all its texts. `known`: ids of the
+    of the calls. The first reference to a text of an answer stands for all its texts. `call_ids`: ids of the
     calls so far."""
     match = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
     turn = session.find_turn(match["turn"]) if match else None
@@ -209,14 +211,14 @@ def _recall(messages: list[Message], known: set[str], item_id: Any, session: Ses
         _add_reasoning(messages, turn.message.get("reasoning_content", ""))
     elif match["kind"] == "fc":
         calls = turn.message.get("tool_calls", ())
-        call = next((call for call in calls if call["id"] not in known), None)
+        call = next((call for call in calls if call["id"] not in call_ids), None)
         if call is not None:
-            known.add(call["id"])
+            call_ids.add(call["id"])
             _open_answer(messages).setdefault("tool_calls", []).append(call)
 
 
 def _add_item(
-    messages: list[Message], known: set[str], item: dict[str, Any], where: str, left_out: LeftOut
+    messages: list[Message], call_ids: set[str], item: dict[str, Any], where: str, left_out: LeftOut
 ) -> None:
     match item.get("type", "message"):
         case "reasoning":
@@ -230,7 +232,7 @@ def _add_item(
             # in vLLM's order, which differs from the order in Chat Completions (chat/messages.py)
             function = {"name": item["name"], "arguments": arguments}
             call = {"id": item["call_id"], "function": function, "type": "function"}
-            known.add(call["id"])
+            call_ids.add(call["id"])
             _open_answer(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
             content = read_result(item.get("output"), f"{where}.output", left_out)
