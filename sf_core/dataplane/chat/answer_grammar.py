@@ -37,10 +37,10 @@ def answer_grammar(schema: Schema, tools: list[Tool], renderer: Renderer) -> str
         )
     if fault := _find_fault(text):
         raise ApiError(400, f"The schema of the answer cannot be used: {fault}")
-    return "\n".join(_rules(schema, tools, renderer))
+    return "\n".join(_grammar_rules(schema, tools, renderer))
 
 
-def _rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[str]:
+def _grammar_rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[str]:
     marks = renderer.control_tokens
     thinking = ""
     if renderer.thinks:
@@ -53,19 +53,19 @@ def _rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[st
         )
         yield "TEXT: /(?s:.*)/"
         yield r"BLANK: /[ \n]{1,2}/"
-    calls = [_call(FORMATS[renderer.tool_format], tool, marks) for tool in tools]
+    calls = [_call_rule(FORMATS[renderer.tool_format], tool, marks) for tool in tools]
     yield f"start: {thinking} (content{''.join(f' | call_{n}' for n in range(len(calls)))})"
     yield from (f"call_{n}: {call}" for n, call in enumerate(calls))
     if calls:
         yield "anything: <[*]>*"
-    yield f"content: {_json(schema)}"
+    yield f"content: {_json_rule(schema)}"
 
 
-def _call(form: ToolFormat, tool: Tool, marks: dict[str, int]) -> str:
-    return _json(form.schema(tool)) if form.schema else f"{_literal(form.opening(tool), marks)} anything"
+def _call_rule(form: ToolFormat, tool: Tool, marks: dict[str, int]) -> str:
+    return _json_rule(form.schema(tool)) if form.schema else f"{_literal(form.opening(tool), marks)} anything"
 
 
-def _json(schema: Schema) -> str:
+def _json_rule(schema: Schema) -> str:
     rules = schema if isinstance(schema, dict) else {}
     return f"%json {json.dumps(rules | {'x-guidance': _ONE_LINE})}"
 

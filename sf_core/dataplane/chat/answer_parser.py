@@ -51,7 +51,7 @@ class AnswerStream:
             reasoning, rest = self._reasoning.finish()
             parts += self._add_reasoning(reasoning) + self._push_rest(rest)
         for part in self._splitter.finish() if self._splitter else ():
-            parts += self._add(part)
+            parts += self._add_part(part)
         if self._blank and not self.calls and not self._has_reasoning:
             self.content = self._blank
             parts.append(self._blank)
@@ -67,10 +67,10 @@ class AnswerStream:
 
     def _push_rest(self, text: str) -> AnswerParts:
         if self._splitter is None:
-            return self._add(text)
-        return [added for part in self._splitter.push(text) for added in self._add(part)]
+            return self._add_part(text)
+        return [added for part in self._splitter.push(text) for added in self._add_part(part)]
 
-    def _add(self, part: str | ToolCall) -> AnswerParts:
+    def _add_part(self, part: str | ToolCall) -> AnswerParts:
         if isinstance(part, ToolCall):
             self.calls.append(part)
             self._follows_call = True

@@ -142,15 +142,15 @@ def read_media(part: Any, where: str, left_out: LeftOut) -> str | Part:
 def read_texts(content: Any, where: str) -> list[str]:
     """The texts of a string or a list of parts; absent content has no texts. Raises ApiError for parts that
     are not text."""
-    return [_text(part, where) for part in _list_parts(content, where)]
+    return [_text_of_part(part, where) for part in _list_parts(content, where)]
 
 
 def read_parts(content: Any, where: str, left_out: LeftOut) -> list[str | Part]:
     """The texts and, for a model that is shown pictures, also the pictures."""
     return [
         read_picture(part, f"{where}[{i}]", left_out)
-        if left_out.sees and _kind(part) == IMAGE
-        else _text(part, where)
+        if left_out.sees and _kind_of_part(part) == IMAGE
+        else _text_of_part(part, where)
         for i, part in enumerate(_list_parts(content, where))
     ]
 
@@ -165,7 +165,7 @@ def _list_parts(content: Any, where: str) -> list[Any]:
     return content
 
 
-def _kind(part: Any) -> str:
+def _kind_of_part(part: Any) -> str:
     """Kind of a part that is not text; empty for text."""
     if isinstance(part, str):
         return ""
@@ -173,10 +173,10 @@ def _kind(part: Any) -> str:
     return "" if kind in TEXT_FIELD_BY_TYPE else KIND_BY_TYPE.get(kind, UNKNOWN_KIND)
 
 
-def _text(part: Any, where: str) -> str:
+def _text_of_part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    if _kind(part):
+    if _kind_of_part(part):
         raise WrongField(where, f"{where} has a part that is not text; only text is supported")
     text = part.get(TEXT_FIELD_BY_TYPE[part.get("type", "text")])
     if not isinstance(text, str):
@@ -239,7 +239,7 @@ def read_result(content: Any, where: str, left_out: LeftOut) -> Content:
     """The content of a tool result: a single text, unless it has pictures."""
     parts = []
     for part in _list_parts(content, where):
-        kind = _kind(part)
+        kind = _kind_of_part(part)
         is_shown = not kind or (kind == IMAGE and left_out.sees)
         parts.append(part if is_shown else left_out.sentence(kind, where))
     return join_result(read_parts(parts, where, left_out))

@@ -43,7 +43,7 @@ def count_marks(text: bytes, numbers: bool = True) -> int:
     return text.count(b"[") + text.count(b"{") + (text.count(b",") if numbers else text.count(b'"') // 2)
 
 
-def has_too_many(text: bytes, numbers: bool = True) -> bool:
+def has_too_many_values(text: bytes, numbers: bool = True) -> bool:
     """Whether a JSON text holds more than `MAX_VALUES` values. Without `numbers`, numbers do not count."""
     if len(text) <= MAX_VALUES:
         return False
@@ -70,7 +70,7 @@ def mend_json(text: bytes | str) -> tuple[Any, bool]:
         raise
     except ValueError as error:
         try:
-            parsed = json.loads(text, parse_constant=_refuse, parse_float=_read_float)
+            parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=_read_float)
         except RecursionError:
             raise TooDeepError from None
         except ValueError:
@@ -122,7 +122,7 @@ def _replace_surrogates(value: Any) -> Any:
     return value
 
 
-def _refuse(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
 
 

@@ -69,7 +69,7 @@ class ChatTemplate:
         try:
             return self._template.render(
                 variables,
-                messages=[self._adapt(message) for message in messages],
+                messages=[self._adapt_message(message) for message in messages],
                 tools=tools or None,
                 documents=None,
             )
@@ -78,7 +78,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
-    def _adapt(self, message: Message) -> Message:
+    def _adapt_message(self, message: Message) -> Message:
         """The message as the template gets it: its text in parts if the template loops over them."""
         content = message["content"]
         if "reasoning_content" in message:
@@ -239,7 +239,7 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _raise_exception
     # a single date for the whole run: at midnight the prompts of running sessions must not change
     environment.globals["strftime_now"] = datetime.now().strftime
     return environment
@@ -249,5 +249,5 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)

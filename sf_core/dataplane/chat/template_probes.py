@@ -42,13 +42,15 @@ def render_addition(
 
 def append_only_roles(render: Render) -> frozenset[str]:
     """Roles whose messages, added after an answer, render the same with and without the history before it."""
-    render = _cached(render)
+    render = _cache_renderings(render)
     return frozenset(
-        role for role in ("user", "tool") if all(_is_append_only(render, probe) for probe in _probes(role))
+        role
+        for role in ("user", "tool")
+        if all(_is_append_only(render, probe) for probe in _make_probes(role))
     )
 
 
-def _cached(render: Render) -> Render:
+def _cache_renderings(render: Render) -> Render:
     """A cache of the rendering: other probes need two or three of the four texts of a probe. Probes consist
     of the message objects of this module, so the ids of the objects identify a conversation."""
     results: dict[tuple[int, ...], str | jinja2.TemplateError] = {}
@@ -132,12 +134,12 @@ def keeps_rows(render: Render, role: str, *, after_reasoning: bool) -> bool:
     tools = [_TOOL] if role == "tool" else []
     starts: list[list[Message]] = [[_USER], [_SYSTEM, _USER]]
     return all(
-        _extends(render, [*start, *history], added, tools)
+        _keeps_row(render, [*start, *history], added, tools)
         for start, history, added in product(starts, histories, of_role)
     )
 
 
-def _extends(render: Render, history: list[Message], added: list[Message], tools: list[Tool]) -> bool:
+def _keeps_row(render: Render, history: list[Message], added: list[Message], tools: list[Tool]) -> bool:
     try:
         before = render(history, tools)
         whole = render([*history, *added], tools)
@@ -211,25 +213,25 @@ _ANSWERS: list[Message] = [
 ]
 
 
-def _probes(role: str) -> Iterator[_Probe]:
+def _make_probes(role: str) -> Iterator[_Probe]:
     rounds = [[answer, *_make_following(answer)] for answer in _ANSWERS]
     pairs_of_rounds = [first + second for first, second in product(rounds, rounds[:5:2])]
     rounds_of_role = [messages for messages in rounds if messages[1]["role"] == role]
     for history, added in product([[], *rounds, *pairs_of_rounds], rounds_of_role):
-        yield _probe(history, added)
+        yield _make_probe(history, added)
     # longer and longer histories too: some templates count messages
     repeated = rounds_of_role[0]
     for num in range(3, 12):
-        yield _probe(repeated * num, repeated)
+        yield _make_probe(repeated * num, repeated)
     longest = list(chain.from_iterable(rounds * 3))
-    yield _probe(longest, repeated)
+    yield _make_probe(longest, repeated)
 
 
 def _make_following(answer: Message) -> list[Message]:
     return [_RESULT] * len(answer.get("tool_calls", [])) or [_USER]
 
 
-def _probe(history: list[Message], added: list[Message]) -> _Probe:
+def _make_probe(history: list[Message], added: list[Message]) -> _Probe:
     start: list[Message] = [_SYSTEM, _USER] if len(history) % 3 else [_USER]
     has_calls = any("tool_calls" in message for message in [*history, *added])
     tools = [_TOOL] if has_calls else []

@@ -48,9 +48,11 @@ class TokenBound:
         """Bytes of the longest token; 0: the bound is not known to hold for this tokenizer."""
         self._max_repeats = dict[int, int]()
         """Largest number of each repeated byte in a token."""
-        kinds = _steps(tokenizer.normalizer)
+        kinds = _pipeline_steps(tokenizer.normalizer)
         self._composes = any(step["type"] == "NFC" for step in kinds)
-        if all(map(_keeps_text, kinds)) and all(map(_keeps_pieces, _steps(tokenizer.pre_tokenizer))):
+        if all(map(_is_lossless_normalizer, kinds)) and all(
+            map(_is_lossless_pre_tokenizer, _pipeline_steps(tokenizer.pre_tokenizer))
+        ):
             self._weigh_tokens(tokenizer)
 
     def __call__(self, text: str, enough: float = float("inf")) -> int:
@@ -89,10 +91,12 @@ class TokenBound:
     def _weigh_tokens(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
         contents = {token.content for token in added}
-        covered = _coverage(tokenizer, [token for token in tokenizer.get_vocab() if token not in contents])
+        covered = _covers_of_tokens(
+            tokenizer, [token for token in tokenizer.get_vocab() if token not in contents]
+        )
         if covered is None:
             return
-        covered += [_covered(content) for content in contents]
+        covered += [_cover_of_text(content) for content in contents]
         covered.sort(reverse=True)
         self._longest = covered[0][0]
         missing = {chr(byte) for byte in range(256)}
@@ -116,19 +120,19 @@ Covered = tuple[int, str]
 """Largest number of bytes that a token covers, and these bytes, each as the character with its code."""
 
 
-def _covered(text: str) -> Covered:
+def _cover_of_text(text: str) -> Covered:
     data = text.encode()
     # SentencePiece's mark may also stand for a space
     return len(data), data.decode("latin-1") + " " * (_SPACE in text)
 
 
-def _coverage(tokenizer: Tokenizer, tokens: list[str]) -> list[Covered] | None:
+def _covers_of_tokens(tokenizer: Tokenizer, tokens: list[str]) -> list[Covered] | None:
     """The bytes that each token covers; None if several bytes may share an unknown token, or get no token."""
     model = tokenizer.model
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
     vocabulary = set(tokens)
-    if any(step["type"] == "ByteLevel" for step in _steps(tokenizer.pre_tokenizer)):
+    if any(step["type"] == "ByteLevel" for step in _pipeline_steps(tokenizer.pre_tokenizer)):
         bytes_of = byte_of_character()
         if not vocabulary.issuperset(bytes_of):
             return None
@@ -138,10 +142,10 @@ def _coverage(tokenizer: Tokenizer, tokens: list[str]) -> list[Covered] | None:
     if not model.byte_fallback or not vocabulary.issuperset(single_bytes):
         return None
     covered = [(1, byte) for byte in single_bytes.values()]
-    return covered + [_covered(token) for token in tokens]
+    return covered + [_cover_of_text(token) for token in tokens]
 
 
-def _steps(part: Any) -> list[dict[str, Any]]:
+def _pipeline_steps(part: Any) -> list[dict[str, Any]]:
     """The steps of a normalizer or a pre-tokenizer."""
     if part is None:
         return []
@@ -149,12 +153,12 @@ def _steps(part: Any) -> list[dict[str, Any]]:
     return list(state.get("normalizers") or state.get("pretokenizers") or [state])
 
 
-def _keeps_text(step: dict[str, Any]) -> bool:
+def _is_lossless_normalizer(step: dict[str, Any]) -> bool:
     """Whether a step of a normalizer, other than NFC, drops no byte."""
     if step["type"] == "Replace":
         return bool(step["pattern"] == {"String": " "} and step["content"] == _SPACE)
     return step["type"] in ("NFC", "Prepend")
 
 
-def _keeps_pieces(step: dict[str, Any]) -> bool:
+def _is_lossless_pre_tokenizer(step: dict[str, Any]) -> bool:
     return step["type"] in _LOSSLESS and step.get("behavior") != "Removed"

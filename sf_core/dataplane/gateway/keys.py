@@ -88,7 +88,7 @@ class Caller:
         session_id = named_in_path(path)
         if not session_id:
             named = headers.get(b"x-session-id")
-            if named is None and not _is_same(sent_key, keys.operator):
+            if named is None and not _equals_key(sent_key, keys.operator):
                 named = _session_in_key(sent_key)
             session_id = None if named is None else named.decode("latin-1")
         return cls(scope, sent_key, keys, session_id)
@@ -142,7 +142,7 @@ class Caller:
 
     def _shows(self, key: str) -> bool:
         # both are always compared, so that the time taken tells nothing about the key
-        return _is_same(self.sent_key, key) | _is_same(self.sent_key.rpartition(b":")[0], key)
+        return _equals_key(self.sent_key, key) | _equals_key(self.sent_key.rpartition(b":")[0], key)
 
 
 def _session_in_key(sent_key: bytes) -> bytes | None:
@@ -151,7 +151,7 @@ def _session_in_key(sent_key: bytes) -> bytes | None:
     return session_id if key else None
 
 
-def _is_same(sent_key: bytes, key: str) -> bool:
+def _equals_key(sent_key: bytes, key: str) -> bool:
     # an empty key opens nothing
     return hmac.compare_digest(sent_key, key.encode()) and bool(key)
 

@@ -41,7 +41,7 @@ class Lookup(Generic[Host]):
         serves this model. Raises ApiError, 503 if all runs that serve the model have ended."""
         caller: Caller = scope["caller"]
         if caller.named_session is None:
-            usable = self._usable(caller)
+            usable = self._usable_runs(caller)
             serving = [run for run in usable if run.turns.spec.served_model == model]
             if not serving:
                 models = sorted({run.turns.spec.served_model for run in usable})
@@ -51,7 +51,7 @@ class Lookup(Generic[Host]):
             if run.released:
                 raise run.refusal()
             return run.turns, Session(f"{run.turns.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
-        run, session = self._named(caller.named_session, caller, caller.works_in)
+        run, session = self._find_named(caller.named_session, caller, caller.works_in)
         if model != run.turns.spec.served_model:
             raise no_model(model)
         return run.turns, session
@@ -59,16 +59,16 @@ class Lookup(Generic[Host]):
     def owned_session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
         """An open session that the caller may read, reward and finish, and its run. Raises ApiError 404, and
         401 if the caller may not."""
-        return self._named(session_id, caller, caller.owns)
+        return self._find_named(session_id, caller, caller.owns)
 
     def list_models(self, caller: Caller) -> list[str]:
         """Names of the models that the caller may use, in its session if it names one."""
         if caller.named_session is not None:
-            run, _ = self._named(caller.named_session, caller, caller.works_in)
+            run, _ = self._find_named(caller.named_session, caller, caller.works_in)
             return [run.turns.spec.served_model]
-        return sorted({run.turns.spec.served_model for run in self._usable(caller)})
+        return sorted({run.turns.spec.served_model for run in self._usable_runs(caller)})
 
-    def _usable(self, caller: Caller) -> list[Host]:
+    def _usable_runs(self, caller: Caller) -> list[Host]:
         """The runs of which the caller is a client, newest first. Raises ApiError 401 if there are only other
         runs."""
         usable = [run for run in reversed(self._runs.values()) if caller.is_client_of(run.turns.spec)]
@@ -76,7 +76,7 @@ class Lookup(Generic[Host]):
             raise caller.refusal()
         return usable
 
-    def _named(
+    def _find_named(
         self, session_id: str, caller: Caller, is_allowed: Callable[[RunSpec, Session], bool]
     ) -> tuple[Host, Session]:
         for run in self._runs.values():

@@ -26,22 +26,22 @@ def normalise(body: Body, names: Collection[Normalisation]) -> Body:
 
 
 def _without_billing_header(body: Body) -> Body:
-    prompts = {name: _clean(body[name]) for name in ("system", "instructions") if name in body}
+    prompts = {name: _remove_header(body[name]) for name in ("system", "instructions") if name in body}
     histories = {
-        name: [_clean_message(message) for message in body[name]]
+        name: [_remove_header_from_message(message) for message in body[name]]
         for name in ("messages", "input")
         if isinstance(body.get(name), list)
     }
     return body | prompts | histories
 
 
-def _clean_message(message: Any) -> Any:
+def _remove_header_from_message(message: Any) -> Any:
     if isinstance(message, dict) and message.get("role") == "system":
-        return message | {"content": _clean(message.get("content"))}
+        return message | {"content": _remove_header(message.get("content"))}
     return message
 
 
-def _clean(content: Any) -> Any:
+def _remove_header(content: Any) -> Any:
     if isinstance(content, str):
         return _without_header_lines(content)
     if isinstance(content, list):

@@ -122,7 +122,7 @@ class Journal:
 
     async def give_up(self, error: NotOwnedError) -> None:
         """Write nothing from now on, and let other processes own the journal."""
-        self._lose(error)
+        self._mark_lost(error)
         async with self._exclusive:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._file.rest)
 
@@ -223,7 +223,7 @@ class Journal:
             if self._frames:
                 self._file.append(b"".join(self._frames))
         except OSError as error:
-            return self._fail(error)
+            return self._handle_failure(error)
         self._end_retrying()
         self._written += self._frames
         self._unsynced += self._for_disk
@@ -255,7 +255,7 @@ class Journal:
                 self._file.synced_end = end
                 _resolve(waiting)
                 if self._retry is None:
-                    self._recover()
+                    self._clear_failure()
                 if not self._unsynced:
                     return
         finally:
@@ -269,13 +269,13 @@ class Journal:
         self._for_disk[:0] = waiting + self._unsynced
         self._unsynced = []
         self._file.end = self._file.synced_end
-        self._fail(error)
+        self._handle_failure(error)
 
-    def _fail(self, error: OSError) -> None:
+    def _handle_failure(self, error: OSError) -> None:
         self._end_retrying()
         if isinstance(error, NotOwnedError):
             self._file.ownership.free()
-            return self._lose(error)
+            return self._mark_lost(error)
         self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_if_free)
         if self.failure is None:
             self.failure = error
@@ -284,7 +284,7 @@ class Journal:
             log.error("%s cannot be written: %s; retried every %g s", self.path, error, RETRY_S)
             self._notify()
 
-    def _lose(self, error: NotOwnedError) -> None:
+    def _mark_lost(self, error: NotOwnedError) -> None:
         """Refuse all waiting callers and all later ones."""
         if not self.is_lost:
             log.error("%s (journal %s)", error, self.path)
@@ -320,7 +320,7 @@ class Journal:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _recover(self) -> None:
+    def _clear_failure(self) -> None:
         if self.failure is not None and not self.is_lost:
             self.failure = None
             log.warning(
@@ -339,7 +339,7 @@ class Journal:
                 self.check()
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except NotOwnedError as error:
-            self._fail(error)
+            self._handle_failure(error)
             raise self._refusal(error) from None
         finally:
             self._write_if_free()

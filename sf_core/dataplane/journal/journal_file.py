@@ -70,7 +70,7 @@ class JournalFile:
         self.ownership.take()
         try:
             if self._is_known:
-                self._refuse_changed()
+                self._check_unchanged()
         except BaseException:
             self.ownership.free()
             raise
@@ -85,7 +85,7 @@ class JournalFile:
             return
         self.take()
         if self._is_known:
-            self._refuse_changed()
+            self._check_unchanged()
         with open(self.path, "r+b", opener=private) as file:
             piece: list[E] = []
             piece_start = 0
@@ -115,7 +115,7 @@ class JournalFile:
         stat = os.fstat(file.fileno())
         if self._is_ours:
             if self._is_known:
-                self._refuse_size(stat.st_size)
+                self._check_size(stat.st_size)
             if excess := stat.st_size - intact:
                 log.warning("%s: removed %d bytes of an incomplete or corrupt end", self.path, excess)
                 file.truncate(intact)
@@ -134,7 +134,7 @@ class JournalFile:
             self._open()
         assert self._file is not None
         size = self._file.seek(0, os.SEEK_END)
-        self._refuse_size(size)
+        self._check_size(size)
         if size != self.end:
             # a torn frame in the middle would hide all later frames
             self._file.truncate(self.end)
@@ -149,13 +149,13 @@ class JournalFile:
         if self._file is not None:
             os.fdatasync(self._file.fileno())
             # after the write: a process that replaces the file from now on has read all acknowledged records
-            self._refuse_replaced()
+            self._check_not_replaced()
 
     def rewrite(self, head: Iterable[bytes], keep: Callable[[bytes], bool]) -> None:
         """Replace the content with `head`, followed by the old frames for whose payload `keep` is true."""
         if self._file is None:
             self._open()
-        self._refuse_changed()
+        self._check_unchanged()
         with open(self.path, "rb", opener=private) as before:
             self._replace(before, head, (data for data in frames(before) if keep(payload(data))))
 
@@ -163,7 +163,7 @@ class JournalFile:
         """Own the file again, if it is unchanged."""
         self.take()
         if self._is_known:
-            self._refuse_changed()
+            self._check_unchanged()
 
     def rest(self) -> None:
         """Let other processes own the file until this one appends, reads or rewrites again."""
@@ -184,7 +184,7 @@ class JournalFile:
     def _copy(self) -> None:
         """Replace the file by a new one with the records that this process has read."""
         with open(self.path, "rb", opener=private) as before:
-            self._refuse_other(os.fstat(before.fileno()))
+            self._check_identity(os.fstat(before.fileno()))
             self._replace(before, (), self._known_frames(before))
 
     def _replace(self, before: BinaryIO, head: Iterable[bytes], retained_frames: Iterable[bytes]) -> None:
@@ -198,7 +198,7 @@ class JournalFile:
                 os.fsync(file.fileno())
                 stat = os.fstat(file.fileno())
             if not os.path.samestat(os.stat(self.path), os.fstat(before.fileno())):
-                raise self._changed()
+                raise self._changed_error()
             os.replace(temporary, self.path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -216,13 +216,13 @@ class JournalFile:
         self._expected_end = end
         self._is_known = True
 
-    def _refuse_changed(self) -> None:
+    def _check_unchanged(self) -> None:
         """Raises NotOwnedError unless the file at the path is as this process left it."""
-        stat = self._refuse_replaced()
+        stat = self._check_not_replaced()
         if stat is not None and self._is_ours:
-            self._refuse_size(stat.st_size)
+            self._check_size(stat.st_size)
 
-    def _refuse_replaced(self) -> os.stat_result | None:
+    def _check_not_replaced(self) -> os.stat_result | None:
         """Raises NotOwnedError unless the file at the path is the file that this process left. None: there is
         still no file."""
         try:
@@ -230,19 +230,19 @@ class JournalFile:
         except FileNotFoundError:
             if self._identity is None:
                 return None
-            raise self._changed() from None
-        self._refuse_other(stat)
+            raise self._changed_error() from None
+        self._check_identity(stat)
         return stat
 
-    def _refuse_other(self, stat: os.stat_result) -> None:
+    def _check_identity(self, stat: os.stat_result) -> None:
         if self._is_known and _FileIdentity.from_stat(stat) != self._identity:
-            raise self._changed()
+            raise self._changed_error()
 
-    def _refuse_size(self, size: int) -> None:
+    def _check_size(self, size: int) -> None:
         if not self.end <= size <= self._expected_end:
-            raise self._changed()
+            raise self._changed_error()
 
-    def _changed(self) -> NotOwnedError:
+    def _changed_error(self) -> NotOwnedError:
         return NotOwnedError(
             f"another process changed, moved or removed {self.path} while this data plane had the run "
             "open, so this data plane records nothing more of the run: start the flow of the run again to "

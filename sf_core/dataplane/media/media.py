@@ -61,7 +61,7 @@ class Media:
         # one after the other: a request occupies one thread of the lanes at a time
         for picture, digest in zip(sent, digests, strict=True):
             making = self._find_or_make(picture, (digest, sight))
-            picture.part.update(await self._wait(picture.where, making))
+            picture.part.update(await self._await_facts(picture.where, making))
 
     def _find_or_make(self, sent: SentPicture, source: _Source) -> asyncio.Future[Part | _Unusable]:
         if (made := self._made.get(source)) is None:
@@ -76,7 +76,7 @@ class Media:
         if made.cancelled() or made.exception() is not None:
             self._made.pop(source, None)
 
-    async def _wait(self, where: str, made: asyncio.Future[Part | _Unusable]) -> Part:
+    async def _await_facts(self, where: str, made: asyncio.Future[Part | _Unusable]) -> Part:
         try:
             # shielded, because other requests may wait for the same picture
             facts = await asyncio.shield(made)
@@ -107,16 +107,16 @@ def _digest(sent: Sequence[SentPicture]) -> list[bytes]:
 async def _make_in_lane(data: str, sight: Sight, folder: str) -> Part | _Unusable:
     loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(_quick, _make, data, sight, folder, QUICK_S)
+        return await loop.run_in_executor(_quick, _decode_and_store, data, sight, folder, QUICK_S)
     except SlowPictureError:
         pass
     try:
-        return await loop.run_in_executor(_slow, _make, data, sight, folder, SLOW_S)
+        return await loop.run_in_executor(_slow, _decode_and_store, data, sight, folder, SLOW_S)
     except SlowPictureError as error:
         return _Unusable(str(error))
 
 
-def _make(data: str, sight: Sight, folder: str, cpu_s: float) -> Part | _Unusable:
+def _decode_and_store(data: str, sight: Sight, folder: str, cpu_s: float) -> Part | _Unusable:
     """The facts of a picture, which is stored. Raises SlowPictureError, DecoderError and OSError."""
     try:
         fitted = fit_apart(a2b_base64(data.encode().translate(_FROM_URL_ALPHABET)), sight, cpu_s)

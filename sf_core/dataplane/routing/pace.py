@@ -27,12 +27,12 @@ class StreamPace:
         if not self._due:
             loop = asyncio.get_running_loop()
             if loop.time() < self._next_at:
-                loop.call_at(self._next_at, self._round)
+                loop.call_at(self._next_at, self._run_round)
             else:
-                loop.call_soon(self._round)
+                loop.call_soon(self._run_round)
         self._due.append(wake)
 
-    def _round(self) -> None:
+    def _run_round(self) -> None:
         due = self._due
         self._due = []
         self._next_at = asyncio.get_running_loop().time() + self._event_s * len(due)

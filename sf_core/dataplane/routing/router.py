@@ -128,7 +128,7 @@ class Router:
             elif generation.num_decode == 0:
                 engine.expect_more(generation, self._typical.expect_rest(generation))
         engine.num_tokens += num_tokens
-        self._wait_again(interrupted)
+        self._requeue(interrupted)
         if fault is not None:
             self.lose(engine, None)
             raise EngineFaultError(f"the engine {fault}")
@@ -275,7 +275,7 @@ class Router:
             generation = engine.drop(request_id)
             if generation is not None and generation.interrupt(engine.engine_id):
                 interrupted.append(generation)
-        self._wait_again(interrupted)
+        self._requeue(interrupted)
         engine.gone.set()
         self._changed.notify()
 
@@ -303,7 +303,7 @@ class Router:
             engine.tell(wire.pack(wire.Update(weights)))
             engine.wanted_version = weights.version
         started = [engine for engine in self.engines if engine.is_made]
-        await self._until_each(started, _has_loaded_or_refused)
+        await self._wait_for_each(started, _has_loaded_or_refused)
         return {
             engine.engine_id: engine.version
             for engine in started
@@ -322,7 +322,7 @@ class Router:
             for engine in engines:
                 engine.tell(wire.pack(wire.Abort()))
         self._send_pauses()
-        await self._until_each(engines, _has_stopped_or_need_not)
+        await self._wait_for_each(engines, _has_stopped_or_need_not)
         return sum(engine.is_still for engine in engines)
 
     def resume(self, engine_id: str | None = None) -> None:
@@ -350,7 +350,7 @@ class Router:
         self._changed.notify()
         self._schedule()
 
-    async def _until_each(
+    async def _wait_for_each(
         self, engines: list[EngineConnection], condition: Callable[[EngineConnection], bool]
     ) -> None:
         await self._changed.until(
@@ -367,7 +367,7 @@ class Router:
 
     # --- dispatch
 
-    def _wait_again(self, interrupted: list[Generation]) -> None:
+    def _requeue(self, interrupted: list[Generation]) -> None:
         self.interruptions += len(interrupted)
         for generation in interrupted:
             self.waiting.join(generation)

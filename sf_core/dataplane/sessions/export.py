@@ -56,8 +56,8 @@ def export_session(
     for branch, leaf in enumerate(_leaves(session.turns)):
         path = list(walk_path(leaf, leaf.end))[::-1]
         parent, shared_prefix = _find_shared(path, reach)
-        _cover(path, branch, reach)
-        token_ids, logprobs, versions = _columns(path, leaf.end)
+        _mark_covered(path, branch, reach)
+        token_ids, logprobs, versions = _token_columns(path, leaf.end)
         images: list[PictureSpan] = []
         if sight is not None:
             token_ids, images = session.pictures.read(token_ids, sight)
@@ -83,7 +83,7 @@ def export_session(
                 logprobs=logprobs,
                 policy_versions=versions,
                 turns=_spans(path, stop_ids, step_rewards),
-                messages=msgspec.json.encode(_conversation(leaf)).decode(),
+                messages=msgspec.json.encode(_collect_messages(leaf)).decode(),
                 reward=report.reward,
                 reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
                 status=status,
@@ -112,7 +112,7 @@ def _find_shared(path: _Path, reach: _Reach) -> tuple[int | None, int]:
     return branch, shared
 
 
-def _cover(path: _Path, branch: int, reach: _Reach) -> None:
+def _mark_covered(path: _Path, branch: int, reach: _Reach) -> None:
     """Note in `reach` that the branch holds this path."""
     for node, end in path:
         if node not in reach or reach[node][1] < end:
@@ -123,16 +123,16 @@ def _leaves(turns: list[Turn]) -> list[Turn]:
     """The last turns of the branches, ordered so that the first branch to hold a token of a turn holds the
     whole turn: each turn's own branch comes before those that later requests forked off inside it."""
     first_leaf: dict[Turn, Turn] = {}
-    inner = {parent for turn in turns if (parent := _whole_parent(turn)) is not None}
+    inner = {parent for turn in turns if (parent := _previous_whole_turn(turn)) is not None}
     for leaf in turns:
         node: Turn | None = leaf if leaf not in inner else None
         while node is not None and node not in first_leaf:
             first_leaf[node] = leaf
-            node = _whole_parent(node)
+            node = _previous_whole_turn(node)
     return list(dict.fromkeys(first_leaf[turn] for turn in turns))
 
 
-def _whole_parent(turn: Turn) -> Turn | None:
+def _previous_whole_turn(turn: Turn) -> Turn | None:
     """The previous turn on this turn's path, if the path holds all of that turn and its tools are the same:
     a branch has one set of tools, even where the template does not show them."""
     prompt = turn.prompt
@@ -142,7 +142,7 @@ def _whole_parent(turn: Turn) -> Turn | None:
     return None
 
 
-def _columns(path: _Path, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _token_columns(path: _Path, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Token ids, log-probs and policy versions of a branch."""
     token_ids = np.empty(length, dtype=np.int32)
     logprobs = np.full(length, np.nan, dtype=np.float32)
@@ -157,7 +157,7 @@ def _columns(path: _Path, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return token_ids, logprobs, versions
 
 
-def _conversation(leaf: Turn) -> list[Message]:
+def _collect_messages(leaf: Turn) -> list[Message]:
     messages: list[Message] = []
     for turn in list(leaf.conversation())[::-1]:
         messages += turn.prompt.messages

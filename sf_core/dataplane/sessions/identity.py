@@ -61,7 +61,7 @@ class Conversation:
             at = len(self.messages)
             if "tool_calls" in sent and _has_number(calls := _encode_calls(sent)):
                 self._number_calls[at] = calls
-            message = self._recall_message(sent, answers)
+            message = self._canonical_message(sent, answers)
             if message is not sent:
                 self._sent[at] = sent
             if message["role"] == "assistant":
@@ -69,7 +69,7 @@ class Conversation:
             self.messages.append(message)
             self.keys.append(extend_chain(self.keys[-1], message))
 
-    def _recall_message(self, sent: Message, answers: Answers) -> Message:
+    def _canonical_message(self, sent: Message, answers: Answers) -> Message:
         """The canonical message for a sent one: the recorded answer, and results with its calls' ids."""
         if sent["role"] == "tool":
             call_id = self._match_calls().get(sent["tool_call_id"])
@@ -148,7 +148,7 @@ class Conversations:
         texts = sum(conversation.num_bytes for conversation in self._recent)
         return texts + sum(KEY_BYTES * len(conversation.keys) for conversation in self._recent)
 
-    def recall(
+    def find_or_create(
         self,
         tools: list[Tool],
         messages: list[Message],

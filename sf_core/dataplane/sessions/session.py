@@ -139,7 +139,7 @@ class Session:
     ) -> Draft | Prompt:
         """The prompt of a request that was asked before, else a draft of its prompt. Nothing is encoded. One
         request of the session at a time may be drafted, in any thread. Raises jinja2.TemplateError."""
-        conversation = self._conversations.recall(tools, messages, self._answers, renderer.options)
+        conversation = self._conversations.find_or_create(tools, messages, self._answers, renderer.options)
         keys = conversation.keys
         if (prompt := self._prompts.get((keys[-1], forced))) is not None:
             return prompt

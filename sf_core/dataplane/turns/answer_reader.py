@@ -106,13 +106,13 @@ class AnswerReader:
             if pieces[0].lstrip(b" ") == first.lstrip(b" "):
                 pieces[0] = first
         new = [
-            TokenLogprob(self._complete(piece), piece, logprob)
+            TokenLogprob(self._decode_piece(piece), piece, logprob)
             for piece, logprob in zip(pieces, logprobs, strict=True)
         ]
         self.logprobs += new
         return new
 
-    def _complete(self, piece: bytes) -> str:
+    def _decode_piece(self, piece: bytes) -> str:
         """The text of a token, and of the tokens before it that end inside a character; empty if this token
         does too."""
         self._incomplete += piece

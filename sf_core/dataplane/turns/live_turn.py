@@ -295,7 +295,7 @@ class LiveTurn:
                 if generation.finish_reason is not None:
                     return pieces
                 if self._journal is not None and (event := self._next_event(reader.num_read)) is not None:
-                    await self._until_recorded(self._journal.append_chunk(event))
+                    await self._wait_until_recorded(self._journal.append_chunk(event))
                 self._publish(pieces)
         finally:
             self._session.running.discard(generation)
@@ -330,7 +330,7 @@ class LiveTurn:
             counters["constrained_turns"] += 1
         if self._journal is not None:
             end = TurnEnded.from_turn(self.recorded.key, turn, self._num_recorded)
-            await self._until_recorded(self._journal.append(end))
+            await self._wait_until_recorded(self._journal.append(end))
 
     def _record_unfinished(self) -> None:
         """Record the sampled tokens of a turn that failed: for a retry if it was refused for now, else as an
@@ -361,7 +361,7 @@ class LiveTurn:
         if self._journal is not None and event is not None:
             self._journal.note(event)
 
-    async def _until_recorded(self, appending: Awaitable[None]) -> None:
+    async def _wait_until_recorded(self, appending: Awaitable[None]) -> None:
         journal = self._turns.journal
         journal.watchers.add(self.changed)
         self._is_recording = True

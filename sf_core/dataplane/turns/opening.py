@@ -83,15 +83,16 @@ async def open_turns(
     context_length = turns.spec.context_length
     is_large = is_large or any(_is_costly(renderer, request) for request in requests)
     drafts = [
-        await apart(is_large, _prepare, renderer, session, request, context_length) for request in requests
+        await apart(is_large, _prepare_request, renderer, session, request, context_length)
+        for request in requests
     ]
     is_long = is_large or sum(_num_characters(draft.prompt) for draft in drafts) > SMALL_CHARACTERS
-    encodings = [await apart(is_long, _encode, session, draft, context_length) for draft in drafts]
+    encodings = [await apart(is_long, _encode_prompt, session, draft, context_length) for draft in drafts]
     if is_long:
         recheck()
     subscribers: list[Subscriber] = []
     for request, draft, encoding in zip(requests, drafts, encodings, strict=True):
-        prompt = _add(session, draft.prompt, encoding)
+        prompt = _add_prompt(session, draft.prompt, encoding)
         prompt_ids = prompt.full_ids()
         for nth in range(request.num_samples):
             own = fingerprint.for_turn(len(subscribers))
@@ -104,14 +105,14 @@ def count_tokens(renderer: Renderer, request: TurnRequest) -> int:
     """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError, which is
     ContextOverflow for more than MAX_COUNTED."""
     session = Session("count")
-    encoded = _encode(session, _prepare(renderer, session, request, MAX_COUNTED), MAX_COUNTED)
+    encoded = _encode_prompt(session, _prepare_request(renderer, session, request, MAX_COUNTED), MAX_COUNTED)
     return len(encoded) if isinstance(encoded, np.ndarray) else len(encoded.ids)
 
 
 def open_prompt(renderer: Renderer, session: Session, request: TurnRequest) -> Prompt:
     """The prompt of a request in its session, of any length. Raises ApiError if it cannot be rendered."""
-    draft = _draft(renderer, session, request)
-    return _add(session, draft.prompt, _encode(session, draft, inf))
+    draft = _draft_prompt(renderer, session, request)
+    return _add_prompt(session, draft.prompt, _encode_prompt(session, draft, inf))
 
 
 def _is_costly(renderer: Renderer, request: TurnRequest) -> bool:
@@ -121,13 +122,15 @@ def _is_costly(renderer: Renderer, request: TurnRequest) -> bool:
     return request.schema is not None or has_new_options
 
 
-def _prepare(renderer: Renderer, session: Session, request: TurnRequest, context_length: int) -> Prepared:
+def _prepare_request(
+    renderer: Renderer, session: Session, request: TurnRequest, context_length: int
+) -> Prepared:
     """Nothing is encoded. Raises ApiError if the request cannot be rendered, and ContextOverflow for a prompt
     that certainly has `context_length` tokens or more."""
     _check_tools(renderer, request)
     if isinstance(request.text_or_ids, list):
         _check_length(len(request.text_or_ids), context_length)
-    draft = _draft(renderer, session, request)
+    draft = _draft_prompt(renderer, session, request)
     prompt = draft.prompt
     try:
         if isinstance(prompt, str):
@@ -140,7 +143,7 @@ def _prepare(renderer: Renderer, session: Session, request: TurnRequest, context
         raise
 
 
-def _draft(renderer: Renderer, session: Session, request: TurnRequest) -> Prepared:
+def _draft_prompt(renderer: Renderer, session: Session, request: TurnRequest) -> Prepared:
     if isinstance(request.text_or_ids, str):
         return Prepared(renderer.mend(request.text_or_ids), renderer, "", request.adds_special)
     if request.text_or_ids is not None:
@@ -162,7 +165,7 @@ def _num_characters(drafted: Drafted) -> int:
     return len(text) if isinstance(text, str) else 0
 
 
-def _encode(session: Session, draft: Prepared, context_length: float) -> Encoding:
+def _encode_prompt(session: Session, draft: Prepared, context_length: float) -> Encoding:
     """Raises ContextOverflow for a prompt that has `context_length` tokens or more."""
     prompt = draft.prompt
     renderer = draft.renderer
@@ -181,7 +184,7 @@ def _encode(session: Session, draft: Prepared, context_length: float) -> Encodin
         raise
 
 
-def _add(session: Session, drafted: Drafted, encoded: Encoding) -> Prompt:
+def _add_prompt(session: Session, drafted: Drafted, encoded: Encoding) -> Prompt:
     if isinstance(encoded, Prompt):
         return encoded
     if isinstance(encoded, Encoded):

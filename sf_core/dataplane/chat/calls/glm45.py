@@ -19,7 +19,7 @@ _KEY = "<arg_key>"
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
-def _split(tools: list[Tool]) -> CallSplitter:
+def _make_splitter(tools: list[Tool]) -> CallSplitter:
     def parse(text: str) -> ToolCall | None:
         start = text.find(_KEY) if _KEY in text else len(text)
         name = text[:start].strip()
@@ -45,7 +45,7 @@ def _render(call: ToolCall) -> str:
 
 
 GLM45 = ToolFormat(
-    _split,
+    _make_splitter,
     _render,
     lambda tool: CALL_START if tool is None else f"{CALL_START}{tool_name(tool)}\n",
     (CALL_START, CALL_END, _KEY, "</arg_key>", "<arg_value>", "</arg_value>"),

@@ -36,7 +36,7 @@ _MARKS = (_START, _ARGS, _CALL_ID)
 _NAME = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]*)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=[{\[])")
 
 
-def _split(tools: list[Tool]) -> CallSplitter:
+def _make_splitter(tools: list[Tool]) -> CallSplitter:
     def read(text: str, is_whole: bool) -> ParsedCalls | None:
         head = _NAME.match(text)
         end = find_json_end(text, head.end()) if head else None
@@ -66,14 +66,14 @@ def _read_listed(written: str, tools: list[Tool]) -> list[ToolCall] | None:
     except ValueError:
         return None
     calls = [
-        call_from_object(_with_object(call), tools, "arguments")
+        call_from_object(_with_object_as_arguments(call), tools, "arguments")
         for call in (value if isinstance(value, list) else [value])
     ]
     valid_calls = [call for call in calls if call is not None]
     return valid_calls if valid_calls and len(valid_calls) == len(calls) else None
 
 
-def _with_object(call: Any) -> Any:
+def _with_object_as_arguments(call: Any) -> Any:
     """The call with its arguments as an object. They may be written as a string, or be absent if the call has
     only a name."""
     if not isinstance(call, dict):
@@ -93,10 +93,10 @@ def _open_named(between: str) -> Callable[[Tool | None], str]:
 
 
 MISTRAL_LIST = ToolFormat(
-    _split,
+    _make_splitter,
     lambda call: f"{_START}[{render_call(call, 'arguments')}]",
     lambda tool: f"{_START}[{begin_call(tool, 'arguments')}",
     _MARKS,
 )
-MISTRAL = ToolFormat(_split, _render_named(_ARGS), _open_named(_ARGS), _MARKS)
-MISTRAL_NAMED = ToolFormat(_split, _render_named(""), _open_named(""), _MARKS)
+MISTRAL = ToolFormat(_make_splitter, _render_named(_ARGS), _open_named(_ARGS), _MARKS)
+MISTRAL_NAMED = ToolFormat(_make_splitter, _render_named(""), _open_named(""), _MARKS)

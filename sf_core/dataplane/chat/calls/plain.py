@@ -16,7 +16,7 @@ from sf_core.dataplane.chat.tool_formats import (
 )
 
 
-def _split(tools: list[Tool]) -> CallSplitter:
+def _make_splitter(tools: list[Tool]) -> CallSplitter:
     def parse(text: str) -> ToolCall | None:
         name, _, argument = text.strip().partition(" ")
         parameters = tool_parameters(name, tools)
@@ -54,4 +54,4 @@ def _convert(text: str, kind: str | None) -> Any:
     return text
 
 
-PLAIN = ToolFormat(_split, _render, _open, (CALL_START, CALL_END))
+PLAIN = ToolFormat(_make_splitter, _render, _open, (CALL_START, CALL_END))

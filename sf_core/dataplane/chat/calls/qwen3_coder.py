@@ -26,7 +26,7 @@ _NAME = re.compile(r"<function=([^<>]*)>\s*")
 _ARGUMENT = re.compile(r"<parameter=([^<>]+)>(.*?)(?:</parameter>\s*|(?=<parameter=))", re.DOTALL)
 
 
-def _split(tools: list[Tool]) -> CallSplitter:
+def _make_splitter(tools: list[Tool]) -> CallSplitter:
     def read(text: str, is_whole: bool) -> ParsedCalls | None:
         is_tagged = text.startswith(CALL_START)
         start = len(CALL_START) if is_tagged else 0
@@ -90,7 +90,7 @@ def _render(call: ToolCall) -> str:
 
 
 QWEN3_CODER = ToolFormat(
-    _split,
+    _make_splitter,
     _render,
     lambda tool: f"{CALL_START}\n{_START}" + ("" if tool is None else f"{tool_name(tool)}>\n"),
     (CALL_START, CALL_END),

@@ -20,7 +20,7 @@ from sf_core.dataplane.chat.json_text import (
     JSON_TYPE_NAMES,
     MAX_DEPTH,
     TooDeepError,
-    has_too_many,
+    has_too_many_values,
     json_type_name,
     mend_json,
 )
@@ -57,7 +57,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 def parse_json(data: bytes, has_ids: bool = False) -> tuple[Any, bool]:
     """The value of a body, and whether characters in it were mended (chat/json_text.py)."""
-    if has_too_many(data, numbers=not has_ids):
+    if has_too_many_values(data, numbers=not has_ids):
         raise too_many_values("The request body")
     try:
         return mend_json(data)
@@ -208,7 +208,7 @@ def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[st
         if name in ignored or name in done:
             continue
         harmless_values = UNDONE[name]
-        value = _get_inner(body, name)
+        value = _get_nested_field(body, name)
         if value is not None and value not in harmless_values:
             instead = "".join(f", or make it {json.dumps(harmless)}" for harmless in harmless_values)
             raise WrongField(
@@ -217,7 +217,7 @@ def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[st
                 "the run's rollout.ignored_fields.",
             )
     for name in ignored:
-        body = _without(body, name)
+        body = _without_field(body, name)
     return body
 
 
@@ -227,7 +227,7 @@ _UNDONE = {
 """Names in `UNDONE` by the field of the body that holds them: a body has few of them."""
 
 
-def _get_inner(body: Body, name: str) -> Any:
+def _get_nested_field(body: Body, name: str) -> Any:
     outer, _, inner = name.partition(".")
     value = body.get(outer)
     if not inner:
@@ -235,12 +235,12 @@ def _get_inner(body: Body, name: str) -> Any:
     return value.get(inner) if isinstance(value, dict) else None
 
 
-def _without(body: Body, name: str) -> Body:
+def _without_field(body: Body, name: str) -> Body:
     """The body without a field, which may be inside another field."""
     outer, _, inner = name.partition(".")
     if inner:
         value = body.get(outer)
-        return body | {outer: _without(value, inner)} if isinstance(value, dict) else body
+        return body | {outer: _without_field(value, inner)} if isinstance(value, dict) else body
     return {field: value for field, value in body.items() if field != name}
 
 
@@ -248,7 +248,7 @@ def answer_schema(body: Body, *names: str) -> Schema | None:
     """The schema of the answer from the first of these fields that sets one, in the form of OpenAI and
     Anthropic."""
     for name in names:
-        answer_format = _get_inner(body, name)
+        answer_format = _get_nested_field(body, name)
         if answer_format is None:
             continue
         if not isinstance(answer_format, dict):

@@ -51,14 +51,14 @@ _COUNT_ROUTES = [
 
 def find_dialect(path: str) -> Dialect | None:
     """The dialect that answers this path with turns."""
-    below = _below(path)
+    below = _path_in_api(path)
     return next((dialect for pattern, dialect in _TURN_ROUTES if pattern.match(below)), None)
 
 
 def dialect_of(scope: Scope) -> Dialect:
     """The dialect whose lists and errors the client understands: the dialect of the path, else of the
     headers, else the first of the API."""
-    below = _below(scope["path"])
+    below = _path_in_api(scope["path"])
     for pattern, dialect in [*_TURN_ROUTES, *_COUNT_ROUTES]:
         if pattern.match(below):
             return dialect
@@ -73,7 +73,7 @@ def dialect_of(scope: Scope) -> Dialect:
     return DIALECTS[0]
 
 
-def _below(path: str) -> str:
+def _path_in_api(path: str) -> str:
     """The path in the agents' API; empty for other paths."""
     match = AGENTS_PATH.fullmatch(path)
     return match["below"] if match else ""
