@@ -235,9 +235,9 @@ async def _record_session(run: ServedRun, session_id: str) -> None:
         generation.absorb(chunk, "e0")
         message = assistant_message("", [], session.turn_id(prompt, key.sample))
         turn = session.commit(generation, prompt, key.sample, message, 0)
-        prompts = [NewPrompt.of(prompt) for prompt in session.take_unrecorded()]
+        prompts = [NewPrompt.from_prompt(prompt) for prompt in session.take_unrecorded()]
         run.journal.note(Begun(key, 0, b"", prompts))
-        await run.journal.append(TurnEnded.of(key, turn, 0))
+        await run.journal.append(TurnEnded.from_turn(key, turn, 0))
         ids = [*prompt.full_ids(), *sampled]
 
 

@@ -1,7 +1,8 @@
-"""The connections of a server: how many there may be, which of them give way, and which must send more.
+"""The connections of a server: their limit, the ones that are closed for new ones, and the time limits of
+those that must send more.
 
-A connection keeps its place once one of its requests has shown a key, and as long as one that needs no key is
-answered. The others are strangers and give way to new connections, the longest idle first.
+A connection is protected once one of its requests has shown a key, and while a request that needs no key is
+answered. Other connections are strangers. They give way to new connections, the longest idle first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MOST_STRANGERS = 2048
 """As many as wait to be accepted: what strangers have sent so far takes memory."""
 
 MOST_REFUSED = 16
-"""Connections beyond all places that are told so, at a time."""
+"""Most connections over the limit that are being sent the refusal at a time."""
 
 FEWEST_FILES = 64
 MOST_FILES = 1024
@@ -29,12 +30,12 @@ WARN_S = 60.0
 """Shortest time between two warnings, in seconds."""
 
 NOTE_CALLER = "seamlessflow.note_caller"
-"""ASGI extension of requests on a stranger's connection: its `note` is told who the sender is."""
+"""ASGI extension of requests on a stranger's connection. Its `note` is called once the sender is known."""
 
 
 def most_connections(asked: int | None) -> int:
-    """Connections for which this process may open files: those that are asked for, or all but a reserve.
-    Raises ValueError, one sentence, if it may not open as many files."""
+    """Number of connections for which this process may open files: `asked`, or all but a reserve. Raises
+    ValueError with one sentence if the process may not open so many files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = 2**20 if soft == resource.RLIM_INFINITY else soft
     reserve = min(max(num_files // 4, FEWEST_FILES), MOST_FILES)
@@ -49,8 +50,8 @@ def most_connections(asked: int | None) -> int:
 
 
 def note_caller(scope: Scope, *, shows_key: bool) -> None:
-    """Let the connection of a request keep its place: from now on if the request `shows_key`, otherwise until
-    the request is answered."""
+    """Protect the connection of a request: for good if the request `shows_key`, otherwise until the request
+    is answered."""
     extension = (scope.get("extensions") or {}).get(NOTE_CALLER)
     if extension is not None:
         extension["note"](shows_key)
@@ -76,29 +77,29 @@ class Connections:
         self._warned_at = -WARN_S
 
     def add(self, newcomer: Connection, num_open: int) -> bool:
-        """Find a place for a new connection, one of `num_open`. Returns whether there is one."""
+        """Add a new connection, one of `num_open`. Returns whether there is room for it."""
         self.wait_for(newcomer)
         self._strangers[newcomer] = None
-        num_kept = num_open - len(self._strangers)
-        room = min(max(self.most - num_kept, MOST_REFUSED), MOST_STRANGERS)
-        while len(self._strangers) > room:
+        num_protected = num_open - len(self._strangers)
+        max_strangers = min(max(self.most - num_protected, MOST_REFUSED), MOST_STRANGERS)
+        while len(self._strangers) > max_strangers:
             oldest = next(iter(self._strangers))
             self.forget(oldest)
             oldest.give_way()
-        return num_kept < self.most
+        return num_protected < self.most
 
     def keep(self, connection: Connection) -> None:
-        """Have it give way to nobody."""
+        """Protect the connection: it gives way to no other."""
         self._strangers.pop(connection, None)
 
     def make_stranger(self, connection: Connection) -> None:
-        """Have it give way again, after the other strangers."""
+        """End the protection: the connection gives way again, after the other strangers."""
         self._strangers.pop(connection, None)
         self._strangers[connection] = None
 
     def wait_for(self, connection: Connection, *, anew: bool = False) -> None:
-        """Give it up unless it sends more in time. If that is so already, the time stays, unless it begins
-        `anew`."""
+        """Give the connection up unless it sends more in time. A time that is running already continues,
+        unless it begins `anew`."""
         if anew:
             self._awaited.pop(connection, None)
         elif connection in self._awaited:
@@ -109,7 +110,7 @@ class Connections:
             self._timer = loop.call_at(due, self._give_up)
 
     def settle(self, connection: Connection) -> None:
-        """Wait for it no longer."""
+        """End the time limit of the connection."""
         self._awaited.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
@@ -117,7 +118,7 @@ class Connections:
         self._awaited.pop(connection, None)
 
     def warn(self) -> None:
-        """Log that a connection found no place, now and then."""
+        """Log that a connection was refused for lack of room, at most once per WARN_S."""
         now = asyncio.get_running_loop().time()
         if now >= self._warned_at + WARN_S:
             self._warned_at = now

@@ -10,13 +10,13 @@ MAX_TAIL = 100
 """Characters kept from the beginning and from the end of a longer message."""
 
 MOST_READ = 20 * (MAX_HEAD + MAX_TAIL)
-"""Characters of a message that are looked at: those of its middle are not shown."""
+"""Characters of a message that are read: its middle is not shown."""
 
 RETRY_AFTER_S = 5
-"""Seconds after which a client that was refused temporarily may retry."""
+"""Seconds after which a client that was refused for now may retry."""
 
-_OF_OPEN_FILES = {errno.EMFILE, errno.ENFILE}
-_PASSING = _OF_OPEN_FILES | {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
+_OPEN_FILES_ERRORS = {errno.EMFILE, errno.ENFILE}
+_TEMPORARY = _OPEN_FILES_ERRORS | {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 
 
 class ApiError(Exception):
@@ -58,7 +58,8 @@ class ApiError(Exception):
 
 
 class EngineFailed(ApiError):
-    """A request that engines cannot serve. `is_poison`: it cost engines, and must not be tried again."""
+    """A request that engines cannot serve. `is_poison`: engines ended because of it, so it must not be
+    retried."""
 
     def __init__(self, reason: str, *, is_poison: bool = False) -> None:
         message = f"No engine gave a valid answer to this request: {reason}."
@@ -67,14 +68,14 @@ class EngineFailed(ApiError):
 
 
 class WrongField(ApiError):
-    """A field of a request that is wrong; `param` is its name, or its place in the body."""
+    """A wrong field of a request; `param` is the name of the field, or its path in the body."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(400, message, param=param)
 
 
 class ContextOverflow(ApiError):
-    """A prompt that leaves no room for an answer. Each dialect words it as its provider does."""
+    """A prompt that leaves no room for an answer. Each dialect words the error as its provider does."""
 
     def __init__(self, num_tokens: int, context_length: int) -> None:
         sentence = f"The prompt has {num_tokens} tokens, and the context window holds {context_length}."
@@ -85,26 +86,26 @@ class ContextOverflow(ApiError):
     def reword(self, sentence: str, param: str) -> ApiError:
         """This error in other words; see `Dialect.overflow`."""
         most = self.context_length - 1
-        told = sentence.format(tokens=self.num_tokens, window=self.context_length, most=most, param=param)
-        return ApiError(self.status, told, code=self.code, param=param)
+        message = sentence.format(tokens=self.num_tokens, window=self.context_length, most=most, param=param)
+        return ApiError(self.status, message, code=self.code, param=param)
 
 
 def may_pass(error: OSError) -> bool:
     """Whether the same request may succeed once there is room again: on the disk, or for open files."""
-    return error.errno in _PASSING
+    return error.errno in _TEMPORARY
 
 
 def remedy(error: OSError, usual: str = "Free space there or repair the disk") -> str:
-    """What to do about a file that cannot be used."""
-    if error.errno in _OF_OPEN_FILES:
+    """The remedy for a file that cannot be used, as a clause without a full stop."""
+    if error.errno in _OPEN_FILES_ERRORS:
         return "Raise the limit on open files (`ulimit -n`) or lower --max-connections"
     return usual
 
 
 def unwritable(what: str, error: OSError) -> ApiError:
     """The error of a request for which a file cannot be written."""
-    told = f"{what} cannot be written: {error}"
+    failure = f"{what} cannot be written: {error}"
     if not may_pass(error):
-        return ApiError(500, f"{told}.")
-    message = f"{told}. {remedy(error)}, then send the request again."
+        return ApiError(500, f"{failure}.")
+    message = f"{failure}. {remedy(error)}, then send the request again."
     return ApiError(503, message, code="storage_unwritable", retry_after_s=RETRY_AFTER_S)

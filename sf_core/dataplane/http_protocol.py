@@ -1,7 +1,7 @@
-"""How the data plane speaks HTTP: as uvicorn does, except for what uvicorn gets wrong.
+"""HTTP as the data plane speaks it: as uvicorn does, except for its faults.
 
-Bounds what a client may send before it has shown a key. The settings of uvicorn do not suffice: they bound
-neither the size nor the time of a head with httptools, and `limit_concurrency` refuses everybody.
+Limits what a client may send before it has shown a key. The settings of uvicorn do not suffice: they bound
+neither the size nor the time of a head with httptools, and `limit_concurrency` refuses every client.
 
 A request needs a head of limited size, in limited time, and a body that does not stall. Once a request has
 arrived, its answer may take as long as it takes; WebSockets leave this protocol.
@@ -43,20 +43,22 @@ class HttpProtocol(HttpToolsProtocol):
 
     parser: RequestParser
 
-    def __init__(self, places: Connections, *args: Any, **options: Any) -> None:
+    def __init__(self, connection_limits: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.parser = RequestParser(self, self._opens_websocket)
-        self._places = places
+        self._connection_limits = connection_limits
         self._is_known = False
         """Whether a request of this connection has shown a key."""
         self._is_welcome = False
         """Whether the current request is answered although it shows no key."""
         self._is_whole = True
-        """Whether no request has arrived in part."""
+        """Whether no request has arrived only in part."""
         self._in_head = False
-        self._num_fed = self._num_body = 0
-        """Sizes, in bytes, of the piece of data that arrived last, and of its part that is a body."""
-        self._num_other = 0
+        self._num_data_bytes = 0
+        """Size of the piece of data that arrived last."""
+        self._num_body_bytes = 0
+        """Size of the part of it that is a body."""
+        self._num_head_bytes = 0
         """Number of bytes of headers since the request began, or since the last piece of its body."""
         self._refusal: ApiError | None = None
 
@@ -64,20 +66,20 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self._places.add(self, len(self.connections)):
-            self._places.warn()
+        if not self._connection_limits.add(self, len(self.connections)):
+            self._connection_limits.warn()
             self._refuse(
                 ApiError(
                     503,
-                    f"The data plane serves {self._places.most} connections, the most that it may have: send "
-                    "the request again later.",
+                    f"The data plane serves {self._connection_limits.most} connections, the most that it may "
+                    "have: send the request again later.",
                     code="connections_full",
                     retry_after_s=RETRY_AFTER_S,
                 )
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._places.forget(self)
+        self._connection_limits.forget(self)
         self.parser.close()
         super().connection_lost(exc)
 
@@ -87,35 +89,35 @@ class HttpProtocol(HttpToolsProtocol):
 
     def give_up(self) -> None:
         if self.flow.read_paused:
-            # it is not the client that waits
-            self._places.wait_for(self)
+            # the server itself stopped reading
+            self._connection_limits.wait_for(self)
         elif self._is_whole:
             self.transport.close()
         else:
-            seconds = f"{self._places.request_timeout_s:g} s"
-            told = (
+            seconds = f"{self._connection_limits.request_timeout_s:g} s"
+            sentence = (
                 f"The headers of a request must arrive within {seconds}, and so must each part of its body."
             )
-            self._refuse(ApiError(408, told))
+            self._refuse(ApiError(408, sentence))
 
     def note_caller(self, shows_key: bool) -> None:
-        """Note of the request that is being answered that it may be, and whether it shows a key."""
+        """Record that the current request may be answered, and whether it shows a key."""
         self._is_known |= shows_key
         self._is_welcome = True
         if self._is_known or self._is_whole:
-            self._places.keep(self)
+            self._connection_limits.keep(self)
 
     # --- what arrives
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
-        self._num_fed = len(data)
-        self._num_body = 0
+        self._num_data_bytes = len(data)
+        self._num_body_bytes = 0
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._places.forget(self)
+            self._connection_limits.forget(self)
             self.handle_websocket_upgrade()
             self.parser.close()
         except httptools.HttpParserError:
@@ -125,56 +127,59 @@ class HttpProtocol(HttpToolsProtocol):
                 self._wait_for_rest()
 
     def on_message_begin(self) -> None:
-        # uvicorn does so with any data, after which a connection without a request would stay for ever
+        # uvicorn does this at any data: a connection without a request would then stay open for ever
         self._unset_keepalive_if_required()
         self._is_whole = self._is_welcome = False
         self._in_head = True
-        self._num_other = 0
+        self._num_head_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         if len(self.headers) > MAX_HEADERS:
-            self._stop()
-        if self._num_other + self._num_fed > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES:
-            self._stop()
+            self._stop_parsing()
+        if (
+            self._num_head_bytes + self._num_data_bytes > MAX_HEAD_BYTES
+            and self._head_bytes() > MAX_HEAD_BYTES
+        ):
+            self._stop_parsing()
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop()
+            self._stop_parsing()
         self._in_head = False
         if not self._is_known:
             self.scope["extensions"] = {NOTE_CALLER: {"note": self.note_caller}}
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._num_body += len(body)
+        self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_whole = True
-        self._places.settle(self)
+        self._connection_limits.settle(self)
         if self._is_welcome:
-            self._places.keep(self)
+            self._connection_limits.keep(self)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._is_known and not self.transport.is_closing():
-            self._places.make_stranger(self)
+            self._connection_limits.make_stranger(self)
 
     def _wait_for_rest(self) -> None:
-        """Bound the rest of a request: its head in all, its body from piece to piece."""
-        if self._num_body and not self._in_head:
-            self._num_other = 0
-            # of a request that was answered early, as of a head, all must arrive in time
-            return self._places.wait_for(self, anew=not self.cycle.response_complete)
-        self._num_other += self._num_fed - self._num_body
-        if self._num_other > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+        """Limit the rest of a request: its head as a whole, its body from piece to piece."""
+        if self._num_body_bytes and not self._in_head:
+            self._num_head_bytes = 0
+            # the whole rest of a request that was answered early must arrive in time, as a head must
+            return self._connection_limits.wait_for(self, anew=not self.cycle.response_complete)
+        self._num_head_bytes += self._num_data_bytes - self._num_body_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             return self._refuse(_too_large())
-        self._places.wait_for(self)
+        self._connection_limits.wait_for(self)
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
-    def _stop(self) -> NoReturn:
+    def _stop_parsing(self) -> NoReturn:
         self._refusal = _too_large()
         raise _StopError
 
@@ -190,7 +195,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer with this error, if it is the turn of the current request, and end the connection."""
         self._refusal = error
-        self._places.settle(self)
+        self._connection_limits.settle(self)
         if self.transport.is_closing():
             return
         if self._in_head or self.cycle is None:
@@ -203,14 +208,14 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        # closed at once, the client might be told that the connection was reset, and nothing else
+        # if it were closed at once, the client might see only that the connection was reset
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
 def _too_large() -> ApiError:
-    most = f"{MAX_HEADERS} headers, and {MAX_HEAD_BYTES} bytes of them with its first line"
-    return ApiError(431, f"A request may have at most {most}.")
+    limits = f"{MAX_HEADERS} headers, and {MAX_HEAD_BYTES} bytes of them with its first line"
+    return ApiError(431, f"A request may have at most {limits}.")
 
 
 def _response(error: ApiError) -> bytes:

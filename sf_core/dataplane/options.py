@@ -1,4 +1,4 @@
-"""The options of a data plane, which `sf dataplane` takes and every part of it is given."""
+"""The options of a data plane, which `sf dataplane` reads and passes to every part."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ _FRAMING = (b"connection", b"content-length", b"transfer-encoding")
 """Headers that say where a request ends."""
 
 
-class Requests(Protocol):
-    """Is told of each part of each request, in this order; a URL and a body may come in pieces."""
+class RequestReceiver(Protocol):
+    """Receives each part of each request, in this order. A URL and a body may come in pieces."""
 
     def on_message_begin(self) -> None: ...
     def on_url(self, url: bytes) -> None: ...
@@ -30,71 +30,72 @@ class RequestParser(httptools.HttpRequestParser):
     A request for which `upgrades` is true ends in HttpParserUpgrade, as in httptools. The method CONNECT ends
     in HttpParserError."""
 
-    def __init__(self, requests: Requests, upgrades: Callable[[], bool] = lambda: False) -> None:
-        self._requests = requests
+    def __init__(self, receiver: RequestReceiver, upgrades: Callable[[], bool] = lambda: False) -> None:
+        self._receiver = receiver
         self._upgrades = upgrades
         self._framing: list[bytes] = []
-        self._ignores = False
+        self._ignores_upgrade = False
         """Whether the current request asks for an upgrade that is ignored."""
-        self._repeats = False
-        """Whether the parser reads a head again, of which was told before."""
-        self.on_body = requests.on_body
-        self._begin()
+        self._is_repeated_head = False
+        """Whether the parser reads a head again whose parts were passed on before."""
+        self.on_body = receiver.on_body
+        self._reset()
 
-    def _begin(self) -> None:
-        """Forget what was read."""
+    def _reset(self) -> None:
+        """Start anew, as after a whole request."""
         super().__init__(self)
-        # as uvicorn has it: the request before the last data may have asked to close
+        # as in uvicorn: data may follow a request that asked to close the connection
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def close(self) -> None:
-        """Let go of itself and of `requests`, whose memory would otherwise be freed much later."""
+        """Drop the references to itself and to the receiver, whose memory would otherwise be freed much
+        later."""
         super().__init__(None)
 
     def feed_data(self, data: bytes | memoryview) -> None:  # type: ignore[override]
-        rest = memoryview(data)
+        remaining = memoryview(data)
         while True:
             try:
-                super().feed_data(rest)
+                super().feed_data(remaining)
             except httptools.HttpParserUpgrade as upgrade:
-                if not self._ignores:
+                if not self._ignores_upgrade:
                     raise
-                rest = rest[upgrade.args[0] :]
-                self._read_again()
+                remaining = remaining[upgrade.args[0] :]
+                self._parse_head_again()
             else:
                 return
 
-    def _read_again(self) -> None:
-        """Let the body of the current request follow, of which only the head was read."""
+    def _parse_head_again(self) -> None:
+        """Parse the head of the current request again, without its upgrade, so that its body follows."""
         line = b"%s / HTTP/%s\r\n" % (self.get_method(), self.get_http_version().encode())
-        self._begin()
-        self._repeats = True
+        self._reset()
+        self._is_repeated_head = True
         super().feed_data(b"".join([line, *self._framing, b"\r\n"]))
 
     def on_message_begin(self) -> None:
-        if not self._repeats:
+        if not self._is_repeated_head:
             self._framing.clear()
-            self._requests.on_message_begin()
+            self._receiver.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        if not self._repeats:
-            self._requests.on_url(url)
+        if not self._is_repeated_head:
+            self._receiver.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._repeats:
+        if not self._is_repeated_head:
             if name.lower() in _FRAMING:
                 self._framing.append(b"%s: %s\r\n" % (name, value))
-            self._requests.on_header(name, value)
+            self._receiver.on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """An error is raised again by the parser, as one of its own."""
+        """The parser raises errors of this method again, as its own."""
         if self.get_method() == b"CONNECT":
             raise PermissionError("no proxy")
-        self._ignores = self.should_upgrade() and not self._upgrades()
-        if not self._ignores:
-            self._repeats = False
-            self._requests.on_headers_complete()
+        self._ignores_upgrade = self.should_upgrade() and not self._upgrades()
+        if not self._ignores_upgrade:
+            self._is_repeated_head = False
+            self._receiver.on_headers_complete()
 
     def on_message_complete(self) -> None:
-        if not self._ignores:
-            self._requests.on_message_complete()
+        if not self._ignores_upgrade:
+            self._receiver.on_message_complete()

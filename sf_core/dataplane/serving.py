@@ -25,12 +25,12 @@ GC_THRESHOLDS = (20_000, 20, 50)
 def server_config(app: ASGIApp, options: DataplaneOptions | None = None) -> uvicorn.Config:
     """Raises ValueError if this process may not open files for as many connections as the options say."""
     options = options or DataplaneOptions()
-    places = Connections(most_connections(options.max_connections), options.request_timeout_s)
+    connections = Connections(most_connections(options.max_connections), options.request_timeout_s)
     return uvicorn.Config(
         app,
         loop="uvloop",
         # uvicorn only calls it
-        http=cast(type[HttpProtocol], partial(HttpProtocol, places)),
+        http=cast(type[HttpProtocol], partial(HttpProtocol, connections)),
         ws="websockets-sansio",
         ws_max_size=2**28,
         ws_per_message_deflate=False,

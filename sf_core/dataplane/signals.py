@@ -1,4 +1,4 @@
-"""Waiting for a condition on one event loop, for long polls and the like."""
+"""Waiting for a condition on one event loop, as long polls do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Signal:
-    """Wakes all waiting coroutines; each checks its own condition again."""
+    """Wakes all waiting coroutines; each of them checks its own predicate again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -21,11 +21,11 @@ class Signal:
         """Return at the next `notify`."""
         await self._event.wait()
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:
-        """True as soon as the condition holds, False if it still does not after the timeout."""
+    async def until(self, predicate: Callable[[], Any], timeout_s: float | None = None) -> bool:
+        """True as soon as the predicate holds; False if it does not hold within the timeout."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not condition():
+                while not predicate():
                     await self._event.wait()
         except TimeoutError:
             return False

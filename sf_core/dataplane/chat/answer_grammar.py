@@ -29,18 +29,18 @@ _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separat
 
 
 def answer_grammar(schema: Schema, tools: list[Tool], renderer: Renderer) -> str:
-    """`tools` are those that may be called. Raises ApiError if the schema cannot be followed."""
+    """`tools` are the tools that may be called. Raises ApiError if the schema cannot be followed."""
     text = msgspec.json.encode(schema)
     if len(text) > MAX_SCHEMA_BYTES:
         raise ApiError(
             400, f"The schema of the answer has {len(text)} bytes; the limit is {MAX_SCHEMA_BYTES} bytes."
         )
-    if fault := _fault_of(text):
+    if fault := _find_fault(text):
         raise ApiError(400, f"The schema of the answer cannot be used: {fault}")
-    return "\n".join(_rules(schema, tools, renderer))
+    return "\n".join(_grammar_rules(schema, tools, renderer))
 
 
-def _rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[str]:
+def _grammar_rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[str]:
     marks = renderer.control_tokens
     thinking = ""
     if renderer.thinks:
@@ -53,32 +53,32 @@ def _rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[st
         )
         yield "TEXT: /(?s:.*)/"
         yield r"BLANK: /[ \n]{1,2}/"
-    calls = [_call(FORMATS[renderer.tool_format], tool, marks) for tool in tools]
+    calls = [_call_rule(FORMATS[renderer.tool_format], tool, marks) for tool in tools]
     yield f"start: {thinking} (content{''.join(f' | call_{n}' for n in range(len(calls)))})"
     yield from (f"call_{n}: {call}" for n, call in enumerate(calls))
     if calls:
         yield "anything: <[*]>*"
-    yield f"content: {_json(schema)}"
+    yield f"content: {_json_rule(schema)}"
 
 
-def _call(form: ToolFormat, tool: Tool, marks: dict[str, int]) -> str:
-    return _json(form.schema(tool)) if form.schema else f"{_literal(form.opening(tool), marks)} anything"
+def _call_rule(form: ToolFormat, tool: Tool, marks: dict[str, int]) -> str:
+    return _json_rule(form.schema(tool)) if form.schema else f"{_literal(form.opening(tool), marks)} anything"
 
 
-def _json(schema: Schema) -> str:
+def _json_rule(schema: Schema) -> str:
     rules = schema if isinstance(schema, dict) else {}
     return f"%json {json.dumps(rules | {'x-guidance': _ONE_LINE})}"
 
 
 def _literal(text: str, marks: dict[str, int]) -> str:
-    """A text, of which marks that are tokens of their own stand for those."""
+    """The grammar's literal of a text, in which marks that are control tokens stand for these tokens."""
     parts = re.split(f"({'|'.join(map(re.escape, sorted(marks)))})", text) if marks else [text]
     return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
 
 
 @functools.lru_cache(maxsize=256)
-def _fault_of(schema: bytes) -> str:
+def _find_fault(schema: bytes) -> str:
     """Why a schema cannot be followed, in the words of llguidance; empty if it can."""
     fault = str(LLMatcher.validate_grammar(f"start: %json {schema.decode()}"))
-    told = fault.partition("\n   1 | ")[0].rpartition("failed to compile JSON schema: ")[2]
-    return " ".join(told.split())
+    sentence = fault.partition("\n   1 | ")[0].rpartition("failed to compile JSON schema: ")[2]
+    return " ".join(sentence.split())

@@ -12,7 +12,7 @@ THINK_END = "</think>"
 
 
 class Reasoning(NamedTuple):
-    """A piece of what a reasoning model writes before its answer."""
+    """A piece of the reasoning that a model writes before its answer."""
 
     text: str
 
@@ -28,7 +28,8 @@ class AnswerStream:
         self._splitter = splitter
         self._reasoning = reasoning
         self._blank = ""
-        """Held back white space before content or after a call: content only if more content follows."""
+        """White space before content or after a call, held back: it is content only if more content
+        follows."""
         self._follows_call = False
         self.content = ""
         self.reasoning = ""
@@ -41,16 +42,16 @@ class AnswerStream:
     def push(self, text: str) -> AnswerParts:
         if self._reasoning is None:
             return self._push_rest(text)
-        thought, rest = self._reasoning.push(text)
-        return self._think(thought) + self._push_rest(rest)
+        reasoning, rest = self._reasoning.push(text)
+        return self._add_reasoning(reasoning) + self._push_rest(rest)
 
     def finish(self) -> AnswerParts:
         parts: AnswerParts = []
         if self._reasoning is not None:
-            thought, rest = self._reasoning.finish()
-            parts += self._think(thought) + self._push_rest(rest)
+            reasoning, rest = self._reasoning.finish()
+            parts += self._add_reasoning(reasoning) + self._push_rest(rest)
         for part in self._splitter.finish() if self._splitter else ():
-            parts += self._take(part)
+            parts += self._add_part(part)
         if self._blank and not self.calls and not self._has_reasoning:
             self.content = self._blank
             parts.append(self._blank)
@@ -60,16 +61,16 @@ class AnswerStream:
     def _has_reasoning(self) -> bool:
         return self._reasoning is not None and self._reasoning.found
 
-    def _think(self, text: str) -> AnswerParts:
+    def _add_reasoning(self, text: str) -> AnswerParts:
         self.reasoning += text
         return [Reasoning(text)] if text else []
 
     def _push_rest(self, text: str) -> AnswerParts:
         if self._splitter is None:
-            return self._take(text)
-        return [event for part in self._splitter.push(text) for event in self._take(part)]
+            return self._add_part(text)
+        return [added for part in self._splitter.push(text) for added in self._add_part(part)]
 
-    def _take(self, part: str | ToolCall) -> AnswerParts:
+    def _add_part(self, part: str | ToolCall) -> AnswerParts:
         if isinstance(part, ToolCall):
             self.calls.append(part)
             self._follows_call = True
@@ -89,7 +90,7 @@ class AnswerStream:
 
 class ReasoningSplitter:
     """Splits off the text between think tags at the start of an answer. `is_open`: the prompt ends with the
-    opening tag. One of `others`, with which something else begins, ends reasoning too."""
+    opening tag. The marks of `others`, with which calls begin, end reasoning too."""
 
     def __init__(self, is_open: bool, others: Sequence[str] = ()) -> None:
         self._ends = (THINK_END, *others)
@@ -97,7 +98,7 @@ class ReasoningSplitter:
         """Whether the answer has a reasoning part, possibly an empty one."""
         self._is_over = False
         self._text = ""
-        self._began = False
+        self._has_begun = False
 
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning, rest) that later text cannot change any more."""
@@ -113,29 +114,30 @@ class ReasoningSplitter:
                 return "", ""
             else:
                 self._is_over = True
-                return "", self._take(len(self._text))
-        ends = [at for mark in self._ends if (at := self._text.find(mark)) >= 0]
+                return "", self._pop(len(self._text))
+        ends = [end for mark in self._ends if (end := self._text.find(mark)) >= 0]
         if ends:
-            thought = self._trim(self._take(min(ends)).rstrip())
+            reasoning = self._trim(self._pop(min(ends)).rstrip())
             self._is_over = True
-            return thought, self._take(len(self._text)).removeprefix(THINK_END)
+            return reasoning, self._pop(len(self._text)).removeprefix(THINK_END)
         # white space before the closing tag belongs to it
-        held = max(overlap(self._text, mark) for mark in self._ends)
-        certain = len(self._text[: len(self._text) - held].rstrip())
-        return self._trim(self._take(certain)), ""
+        num_uncertain = max(overlap(self._text, mark) for mark in self._ends)
+        certain = len(self._text[: len(self._text) - num_uncertain].rstrip())
+        return self._trim(self._pop(certain)), ""
 
     def finish(self) -> tuple[str, str]:
-        rest = self._take(len(self._text))
+        rest = self._pop(len(self._text))
         return (self._trim(rest), "") if self.found and not self._is_over else ("", rest)
 
-    def _take(self, length: int) -> str:
+    def _pop(self, length: int) -> str:
+        """Remove and return the first characters of the buffered text."""
         text = self._text[:length]
         self._text = self._text[length:]
         return text
 
     def _trim(self, text: str) -> str:
-        text = text if self._began else text.lstrip()
-        self._began = self._began or bool(text)
+        text = text if self._has_begun else text.lstrip()
+        self._has_begun = self._has_begun or bool(text)
         return text
 
 
@@ -144,22 +146,24 @@ class StopStrings:
 
     def __init__(self, stops: list[str]) -> None:
         self._stops = stops
-        self._held = ""
+        self._buffer = ""
+        """Text at whose end a stop string may begin."""
         self.found: str | None = None
 
     def push(self, text: str) -> str:
         """Returns the text that certainly precedes any stop string."""
-        text = self._held + text
+        text = self._buffer + text
         hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
             at, self.found = min(hits)
-            self._held = ""
+            self._buffer = ""
             return text[:at]
-        keep = max((overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        num_uncertain = max((overlap(text, stop) for stop in self._stops), default=0)
+        end = len(text) - num_uncertain
+        self._buffer = text[end:]
+        return text[:end]
 
     def flush(self) -> str:
-        held = self._held
-        self._held = ""
-        return held
+        text = self._buffer
+        self._buffer = ""
+        return text

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sf_core.dataplane.chat.json_text import MAX_VALUES, count_marks, count_values, kind_of
+from sf_core.dataplane.chat.json_text import MAX_VALUES, count_marks, count_values, json_type_name
 from sf_core.dataplane.errors import ApiError, WrongField
 
 Part = dict[str, Any]
@@ -16,18 +16,18 @@ Content = str | list[Part]
 """One text, or parts if a message has several or shows pictures."""
 
 IMAGE = "image"
-"""What a part with a picture is, in canonical form and in the words of prompts and counters."""
+"""Kind of a part with a picture, in canonical form, prompts and counters."""
 
-TEXTS = {
+TEXT_FIELD_BY_TYPE = {
     "text": "text",
     "input_text": "text",
     "output_text": "text",
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""Types of parts that are text, and the field that holds it."""
+"""Types of parts that are text, and the field that holds the text."""
 
-KINDS = {
+KIND_BY_TYPE = {
     **dict.fromkeys(("image", "image_url", "input_image"), IMAGE),
     **dict.fromkeys(("document", "file", "input_file"), "document"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
@@ -35,66 +35,65 @@ KINDS = {
     "tool_reference": "tool_reference",
     "search_result": "search_result",
 }
-"""What parts of other types are, in the words of prompts and counters."""
+"""Kinds of parts of other types, as prompts and counters name them."""
 
-OTHER = "part"
-"""What a part of an unknown type is."""
+UNKNOWN_KIND = "part"
+"""Kind of a part of an unknown type."""
 
-MEDIA = ("inline_data", "file_data")
-"""Fields of Google's parts that are no text."""
+MEDIA_FIELDS = ("inline_data", "file_data")
+"""Fields of Google's parts that hold media."""
 
-_KINDS_OF_MEDIA = {
+_KIND_BY_MIME_TYPE = {
     **dict.fromkeys(("application", "text"), "document"),
     **{kind: kind for kind in (IMAGE, "audio", "video")},
 }
-"""What they are, by the beginnings of MIME types."""
+"""Kinds of media, by the first half of the MIME type."""
 
 CHARACTERS = "characters"
-"""What the halves of characters are that a client cut."""
-
+"""Kind under which characters are counted that a client cut in half."""
 
 PLACEHOLDERS = "placeholders"
-"""What texts are that spell the placeholder of pictures."""
+"""Kind under which texts are counted that spell the placeholder of pictures."""
 
 
 class SentPicture(NamedTuple):
-    """A picture as a client sent it, which the model is shown."""
+    """A picture that the model is shown, as the client sent it."""
 
     where: str
     data: str
-    """Base64, also with the letters of URLs."""
+    """Base64, possibly with the letters of URLs."""
     part: Part
-    """The part that shows it, still without its facts (media/media.py)."""
+    """The part that shows the picture, to which media/media.py adds the facts."""
 
 
 @dataclass(slots=True)
 class LeftOut:
-    """What a request has and the model is not shown, and the pictures that it is shown."""
+    """Parts of a request that the model is not shown, and the pictures that it is shown."""
 
     sees: bool = False
-    """The model is shown pictures."""
+    """Whether the model is shown pictures."""
     kinds: list[str] = field(default_factory=list)
-    """Names of counters."""
+    """Kinds of the parts that were left out: names of counters."""
     unseen: list[str] = field(default_factory=list)
-    """Places of the parts of tool results that the model is not shown."""
+    """Paths of the parts of tool results that the model is not shown."""
     pictures: list[SentPicture] = field(default_factory=list)
     _uncounted: list[bytes] = field(default_factory=list)
-    """Arguments of calls, as JSON, whose values were not counted."""
+    """Arguments of calls, as JSON, of whose values only an upper bound is known."""
     _num_values: int = 0
-    """Values in the arguments so far; in those that were not counted at most as many as they have marks."""
+    """Number of values in the arguments so far, with upper bounds for those that were not counted."""
 
     def count_arguments(self, text: str) -> None:
         """Raises ApiError if the arguments of the request's calls hold too many values together."""
         self._uncounted.append(text.encode())
         self._num_values += count_marks(self._uncounted[-1])
         if self._num_values > MAX_VALUES:
-            self._num_values += sum(count_values(one) - count_marks(one) for one in self._uncounted)
+            self._num_values += sum(count_values(json) - count_marks(json) for json in self._uncounted)
             self._uncounted.clear()
         if self._num_values > MAX_VALUES:
             raise too_many_values("The arguments of the tool calls")
 
     def sentence(self, kind: str, where: str) -> str:
-        """What the model sees in place of a part of a tool result."""
+        """Leave a part of a tool result out, and return the text that the model sees instead."""
         self.kinds.append(kind)
         self.unseen.append(where)
         return f"[{kind.replace('_', ' ')} left out]"
@@ -112,46 +111,46 @@ def too_many_values(subject: str) -> ApiError:
 
 
 def has_media(part: dict[str, Any]) -> bool:
-    """Whether a part of Google's has one of the fields in MEDIA."""
-    return any(name in part for name in MEDIA)
+    """Whether a part of Google's has one of the fields in MEDIA_FIELDS."""
+    return any(name in part for name in MEDIA_FIELDS)
 
 
 def kind_of_media(part: Any) -> str:
-    """What a part of Google's is that is no text."""
+    """Kind of a part of Google's that is not text."""
     if not isinstance(part, dict):
-        return OTHER
-    for name in MEDIA:
+        return UNKNOWN_KIND
+    for name in MEDIA_FIELDS:
         media = part.get(name)
         if isinstance(media, dict):
             kind, _, _ = str(media.get("mime_type")).partition("/")
-            return _KINDS_OF_MEDIA.get(kind, OTHER)
-    return OTHER
+            return _KIND_BY_MIME_TYPE.get(kind, UNKNOWN_KIND)
+    return UNKNOWN_KIND
 
 
 def read_media(part: Any, where: str, left_out: LeftOut) -> str | Part:
-    """The picture that a part of Google's shows, or a sentence in its place if the model is not shown it."""
+    """The picture of a part of Google's, or the text that replaces media that the model is not shown."""
     kind = kind_of_media(part)
     if kind != IMAGE or not left_out.sees:
         return left_out.sentence(kind, where)
-    held = part.get("inline_data")
-    data = held.get("data") if isinstance(held, dict) else None
+    inline = part.get("inline_data")
+    data = inline.get("data") if isinstance(inline, dict) else None
     if not isinstance(data, str):
         raise unread_picture(where)
     return left_out.picture(data, where)
 
 
 def read_texts(content: Any, where: str) -> list[str]:
-    """The texts of a string or a list of parts; absent content has none. Raises ApiError for parts that are
-    no text."""
-    return [_text(part, where) for part in _list_parts(content, where)]
+    """The texts of a string or a list of parts; absent content has no texts. Raises ApiError for parts that
+    are not text."""
+    return [_text_of_part(part, where) for part in _list_parts(content, where)]
 
 
 def read_parts(content: Any, where: str, left_out: LeftOut) -> list[str | Part]:
-    """The same with the pictures, for a model that sees."""
+    """The texts and, for a model that is shown pictures, also the pictures."""
     return [
         read_picture(part, f"{where}[{i}]", left_out)
-        if left_out.sees and _kind(part) == IMAGE
-        else _text(part, where)
+        if left_out.sees and _kind_of_part(part) == IMAGE
+        else _text_of_part(part, where)
         for i, part in enumerate(_list_parts(content, where))
     ]
 
@@ -162,24 +161,24 @@ def _list_parts(content: Any, where: str) -> list[Any]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise WrongField(where, f"{where} must be a string or a list of parts, got {kind_of(content)}")
+        raise WrongField(where, f"{where} must be a string or a list of parts, got {json_type_name(content)}")
     return content
 
 
-def _kind(part: Any) -> str:
-    """What a part is that is no text; empty for a text."""
+def _kind_of_part(part: Any) -> str:
+    """Kind of a part that is not text; empty for text."""
     if isinstance(part, str):
         return ""
-    kind = str(part.get("type", "text")) if isinstance(part, dict) else OTHER
-    return "" if kind in TEXTS else KINDS.get(kind, OTHER)
+    kind = str(part.get("type", "text")) if isinstance(part, dict) else UNKNOWN_KIND
+    return "" if kind in TEXT_FIELD_BY_TYPE else KIND_BY_TYPE.get(kind, UNKNOWN_KIND)
 
 
-def _text(part: Any, where: str) -> str:
+def _text_of_part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    if _kind(part):
+    if _kind_of_part(part):
         raise WrongField(where, f"{where} has a part that is not text; only text is supported")
-    text = part.get(TEXTS[part.get("type", "text")])
+    text = part.get(TEXT_FIELD_BY_TYPE[part.get("type", "text")])
     if not isinstance(text, str):
         raise WrongField(where, f"{where} has a part without text")
     return text
@@ -187,10 +186,11 @@ def _text(part: Any, where: str) -> str:
 
 def read_picture(part: dict[str, Any], where: str, left_out: LeftOut) -> Part:
     """A part with a picture, in the form of any API that has such parts."""
-    held = part.get("image_url") or part.get("source") or part
-    held = held if isinstance(held, dict) else {"url": held}
-    data = held.get("data")
-    url = held.get("url")
+    source = part.get("image_url") or part.get("source") or part
+    if not isinstance(source, dict):
+        source = {"url": source}
+    data = source.get("data")
+    url = source.get("url")
     if isinstance(url, str) and url.startswith("data:"):
         head, _, data = url.partition(",")
         data = data if head.endswith(";base64") else None
@@ -208,17 +208,18 @@ def unread_picture(where: str) -> WrongField:
 
 
 def read_content(content: Any, where: str, left_out: LeftOut | None = None) -> Content:
-    """The canonical content of a message that is no tool result, with pictures if there is a `left_out`.
-    Raises ApiError."""
+    """The canonical content of a message that is not a tool result. It may have pictures if `left_out` is
+    given. Raises ApiError."""
     if isinstance(content, str):
         return content
     return canonical(read_parts(content, where, left_out) if left_out else read_texts(content, where))
 
 
-def canonical(found: Sequence[str | Part]) -> Content:
-    if len(found) < 2 and all(isinstance(one, str) for one in found):
-        return "".join(map(str, found))
-    return [{"type": "text", "text": one} if isinstance(one, str) else one for one in found]
+def canonical(parts: Sequence[str | Part]) -> Content:
+    """The canonical content of these texts and pictures: a string for a single text, else a list of parts."""
+    if len(parts) < 2 and all(isinstance(part, str) for part in parts):
+        return "".join(map(str, parts))
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def join_texts(content: Content, between: str = "") -> str:
@@ -235,17 +236,17 @@ def pictures_of(content: Content) -> Iterator[Part]:
 
 
 def read_result(content: Any, where: str, left_out: LeftOut) -> Content:
-    """The content of a tool result: one text, unless it shows pictures."""
-    parts = _list_parts(content, where)
-    shown = [
-        left_out.sentence(kind, where)
-        if (kind := _kind(part)) and not (left_out.sees and kind == IMAGE)
-        else part
-        for part in parts
-    ]
-    return join_result(read_parts(shown, where, left_out))
+    """The content of a tool result: a single text, unless it has pictures."""
+    parts = []
+    for part in _list_parts(content, where):
+        kind = _kind_of_part(part)
+        is_shown = not kind or (kind == IMAGE and left_out.sees)
+        parts.append(part if is_shown else left_out.sentence(kind, where))
+    return join_result(read_parts(parts, where, left_out))
 
 
-def join_result(found: Sequence[str | Part]) -> Content:
-    texts = [one for one in found if isinstance(one, str)]
-    return "\n".join(texts) if len(texts) == len(found) else canonical(found)
+def join_result(parts: Sequence[str | Part]) -> Content:
+    """The content of a tool result with these parts: texts are joined by line ends, if there are no
+    pictures."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else canonical(parts)

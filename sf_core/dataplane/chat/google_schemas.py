@@ -1,4 +1,4 @@
-"""Names of fields and schemas as Google writes them, in the words of others."""
+"""Conversion of Google's field names to snake case, and of Google's schemas to JSON Schema."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 from typing import Any
 
 FORMATS = ("enum", "int32", "int64", "float", "double")
-"""Formats of Google's schemas that say nothing in JSON."""
+"""Formats of Google's schemas that have no meaning in JSON Schema."""
 
 COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 """Keys of schemas whose numbers Google writes as strings."""
 
 MAX_NAME = 100
-"""Characters of names that are spelled anew."""
+"""Most characters of a name that is converted."""
 
-_FREE = {
+_WITH_FREE_NAMES = {
     "args",
     "response",
     "parameters",
@@ -24,51 +24,55 @@ _FREE = {
     "response_json_schema",
     "chat_template_kwargs",
 }
-"""Fields whose values have names of the user's own."""
+"""Fields whose values contain names of the user's own, which are not converted."""
 
 
-def spell(value: Any) -> Any:
-    """A value with names of fields in one spelling."""
+def to_snake_case(value: Any) -> Any:
+    """A value with all field names in snake case."""
     if isinstance(value, list):
-        return [spell(one) for one in value]
+        return [to_snake_case(item) for item in value]
     if not isinstance(value, dict):
         return value
-    named = {_underscore(name): inner for name, inner in value.items()}
-    return {name: inner if name in _FREE else spell(inner) for name, inner in named.items()}
+    renamed = {_snake_case(name): inner for name, inner in value.items()}
+    return {
+        name: inner if name in _WITH_FREE_NAMES else to_snake_case(inner) for name, inner in renamed.items()
+    }
 
 
-def _underscore(name: str) -> str:
-    # longer than any field's; many of them would fill the cache with megabytes
-    return name if len(name) > MAX_NAME else _underscored(name)
+def _snake_case(name: str) -> str:
+    # a longer name is no field, and many of them would fill the cache with megabytes
+    return name if len(name) > MAX_NAME else _convert_to_snake_case(name)
 
 
 @functools.lru_cache(maxsize=1024)
-def _underscored(name: str) -> str:
+def _convert_to_snake_case(name: str) -> str:
     return re.sub("[A-Z]", lambda capital: "_" + capital[0].lower(), name)
 
 
 def json_schema(schema: Any) -> Any:
-    """A schema as Google writes it in the words of JSON Schema, whose types have no capitals."""
+    """A schema of Google's as JSON Schema, whose types are lower case."""
     if isinstance(schema, list):
-        return [json_schema(one) for one in schema]
+        return [json_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    typed = {"type": schema["type"].lower()} if isinstance(schema.get("type"), str) else {}
-    return {name: json_schema(value) for name, value in schema.items()} | typed
+    lower_type = {"type": schema["type"].lower()} if isinstance(schema.get("type"), str) else {}
+    return {name: json_schema(value) for name, value in schema.items()} | lower_type
 
 
-def exact(schema: Any) -> Any:
-    """What such a schema says to Google besides: counts may be strings, null is a flag, formats of numbers
-    say nothing, and an object has no more properties than are named."""
+def to_strict_schema(schema: Any) -> Any:
+    """A converted schema with Google's meaning: counts may be strings, null is a flag, formats of numbers are
+    ignored, and an object has no other properties than the named ones."""
     if isinstance(schema, list):
-        return [exact(one) for one in schema]
+        return [to_strict_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    said = {name: exact(value) for name, value in schema.items()}
-    said |= {name: int(said[name]) for name in COUNTS & said.keys() if str(said[name]).isdecimal()}
-    if said.get("format") in FORMATS:
-        del said["format"]
-    if said.get("type") == "object" and "properties" in said:
-        said = {"additionalProperties": False} | said
-    nullable = said.get("nullable") is True
-    return {"anyOf": [said, {"type": "null"}]} if nullable else said
+    converted = {name: to_strict_schema(value) for name, value in schema.items()}
+    for name in COUNTS & converted.keys():
+        if str(converted[name]).isdecimal():
+            converted[name] = int(converted[name])
+    if converted.get("format") in FORMATS:
+        del converted["format"]
+    if converted.get("type") == "object" and "properties" in converted:
+        converted = {"additionalProperties": False} | converted
+    is_nullable = converted.get("nullable") is True
+    return {"anyOf": [converted, {"type": "null"}]} if is_nullable else converted

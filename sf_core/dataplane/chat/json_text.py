@@ -1,4 +1,5 @@
-"""JSON of requests, records and answers: what is read can be written again, integers of any size exactly."""
+"""JSON of requests, records and answers. Each value that is read can be written again, with integers of any
+size."""
 
 from __future__ import annotations
 
@@ -10,15 +11,14 @@ from typing import Any
 import msgspec
 
 MAX_DEPTH = 250
-"""Levels of nesting that are read. Templates, records and the interpreter's stack have room for as many."""
-
+"""Most levels of nesting. Templates, records and the interpreter's stack have room for so many."""
 
 MAX_VALUES = 2**17
-"""Values of a text that are read: lists, objects, and their contents. A request of 16,000 messages has fewer.
-More of them cost the interpreter seconds, and memory 20 times the size of the text."""
+"""Most values of a text: lists, objects, and their contents. A request of 16,000 messages has fewer. More
+values would cost the interpreter seconds, and memory of 20 times the size of the text."""
 
-CUT = 65_536
-"""Characters of a text that are looked at in one piece: no other thread runs meanwhile."""
+PIECE_CHARACTERS = 65_536
+"""Characters of a text that are processed in one step, during which no other thread runs."""
 
 
 class TooDeepError(ValueError):
@@ -26,9 +26,9 @@ class TooDeepError(ValueError):
 
 
 def count_values(text: bytes, numbers: bool = True) -> int:
-    """Number of values in a JSON text, give or take empty lists and objects. Reads no value. Without
-    `numbers` it counts only strings, lists and objects."""
-    # what is quoted is no mark; each value has two quoted strings at most, itself and its name
+    """Number of values in a JSON text, except for an error of the number of empty lists and objects. Parses
+    nothing. Without `numbers` it counts only strings, lists and objects."""
+    # marks inside strings do not count; a value has at most two strings, itself and its name
     bare = text.replace(rb"\\", b"").replace(rb"\"", b"")
     quotes = bare.count(b'"')
     if quotes > 4 * MAX_VALUES:
@@ -38,20 +38,20 @@ def count_values(text: bytes, numbers: bool = True) -> int:
 
 
 def count_marks(text: bytes, numbers: bool = True) -> int:
-    """Number of characters beside which values may begin: at little cost a bound of the number of values,
-    which is far above it where strings hold such characters."""
+    """Number of characters at which values may begin: a cheap upper bound of the number of values. It is far
+    too high if strings hold many such characters."""
     return text.count(b"[") + text.count(b"{") + (text.count(b",") if numbers else text.count(b'"') // 2)
 
 
-def has_too_many(text: bytes, numbers: bool = True) -> bool:
-    """Whether a JSON text holds more than `MAX_VALUES`, of which numbers may not count."""
+def has_too_many_values(text: bytes, numbers: bool = True) -> bool:
+    """Whether a JSON text holds more than `MAX_VALUES` values. Without `numbers`, numbers do not count."""
     if len(text) <= MAX_VALUES:
         return False
     return count_marks(text, numbers) > MAX_VALUES and count_values(text, numbers) > MAX_VALUES
 
 
 def read_json(text: bytes | str) -> Any:
-    """A value. Raises ValueError with what is wrong, of which TooDeepError is one kind."""
+    """The value of a JSON text. Raises ValueError with the fault; TooDeepError is a subclass."""
     try:
         value = msgspec.json.decode(text)
     except RecursionError:
@@ -62,21 +62,21 @@ def read_json(text: bytes | str) -> Any:
 
 
 def mend_json(text: bytes | str) -> tuple[Any, bool]:
-    """Read JSON in which strings may hold half a character, as JavaScript writes one that was cut: it becomes
-    U+FFFD. Tells whether one did. Raises ValueError as read_json does."""
+    """The value of a JSON text, and whether it was mended: a lone surrogate, which JavaScript writes for a
+    character that was cut in half, becomes U+FFFD. Raises ValueError as read_json does."""
     try:
         return read_json(text), False
     except TooDeepError:
         raise
     except ValueError as error:
         try:
-            read = json.loads(text, parse_constant=_refuse, parse_float=_read_float)
+            parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=_read_float)
         except RecursionError:
             raise TooDeepError from None
         except ValueError:
             raise error from None
-    value = _without_halves(_check_depth(read, text))
-    if value == read:
+    value = _replace_surrogates(_check_depth(parsed, text))
+    if value == parsed:
         raise ValueError("the text is not encoded in UTF-8, or begins with a byte order mark")
     return value, True
 
@@ -100,28 +100,29 @@ def _check_depth(value: Any, text: bytes | str) -> Any:
 def _is_too_deep(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
-        inner = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [one for values in inner for one in values if isinstance(one, dict | list)]
+        contents = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in contents for item in items if isinstance(item, dict | list)]
         if not level:
             return False
     return True
 
 
-_HALF = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _without_halves(value: Any) -> Any:
+def _replace_surrogates(value: Any) -> Any:
     if isinstance(value, str):
-        cut = (value[start : start + CUT] for start in range(0, len(value), CUT))
-        return "".join(_HALF.sub("\N{REPLACEMENT CHARACTER}", part) for part in cut)
+        starts = range(0, len(value), PIECE_CHARACTERS)
+        pieces = (value[start : start + PIECE_CHARACTERS] for start in starts)
+        return "".join(_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", piece) for piece in pieces)
     if isinstance(value, list):
-        return [_without_halves(one) for one in value]
+        return [_replace_surrogates(item) for item in value]
     if isinstance(value, dict):
-        return {_without_halves(name): _without_halves(one) for name, one in value.items()}
+        return {_replace_surrogates(name): _replace_surrogates(inner) for name, inner in value.items()}
     return value
 
 
-def _refuse(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
 
 
@@ -131,7 +132,7 @@ def _read_float(text: str) -> float:
     return value
 
 
-KINDS = {
+JSON_TYPE_NAMES = {
     str: "a string",
     int: "an integer",
     float: "a number",
@@ -139,8 +140,8 @@ KINDS = {
     list: "a list",
     dict: "an object",
 }
-"""The kinds of values that JSON has, in the words of messages."""
+"""The types of JSON values, as messages name them."""
 
 
-def kind_of(value: Any) -> str:
-    return "null" if value is None else KINDS[type(value)]
+def json_type_name(value: Any) -> str:
+    return "null" if value is None else JSON_TYPE_NAMES[type(value)]

@@ -1,10 +1,10 @@
 """Messages in canonical form, and their identity.
 
-A canonical message holds only what a model can see, in one spelling: absent content is "", several parts of
-text, and pictures, are a list of them, arguments of tool calls are mappings. Dialects produce it, templates
-render it, sessions compare it. A recorded answer is known without its reasoning, in one part, without the
-`name` that agents give to answers they send back, and without ids of its calls: clients change all of these.
-Other assistant messages keep theirs.
+A canonical message holds only the parts that a model can see, in one spelling: absent content is "", several
+parts of text, and pictures, are a list of parts, arguments of tool calls are mappings. Dialects produce it,
+templates render it, sessions compare it. A recorded answer is recognised without its reasoning, in one part,
+without the `name` that agents give to answers they send back, and without ids of its calls: clients change
+all of these. In other assistant messages they count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Message = dict[str, Any]
 
 
 def assistant_message(content: str, calls: list[ToolCall], turn_id: str, reasoning: str = "") -> Message:
-    """A sampled answer. Call ids are derived from the turn, so equal calls of two turns differ in id."""
+    """A sampled answer. The ids of its calls are derived from the turn, so equal calls of two turns have
+    different ids."""
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -35,7 +36,7 @@ def assistant_message(content: str, calls: list[ToolCall], turn_id: str, reasoni
 
 
 def call_id(turn_id: str, index: int) -> str:
-    """Nine letters and digits: Mistral's templates take no others."""
+    """Nine letters and digits: Mistral's templates refuse other ids."""
     return b32encode(blake2b(f"{turn_id}.{index}".encode(), digest_size=8).digest())[:9].decode().lower()
 
 
@@ -45,7 +46,7 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, parts each on a line of their own as vLLM joins them."""
+    """The text of a message. As in vLLM, each part is on a line of its own."""
     return join_texts(message["content"], "\n")
 
 
@@ -55,7 +56,7 @@ def list_pictures(messages: Iterable[Message]) -> list[Part]:
 
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
-    """Chained hashes: of the tools, then one per message. Equal keys: equal tools and messages so far."""
+    """Chained hashes: of the tools, then of each message. Equal keys mean equal tools and messages so far."""
     keys = [blake2b(encode_sorted(tools), digest_size=16).digest()]
     for message in messages:
         keys.append(extend_chain(keys[-1], message))
@@ -67,13 +68,14 @@ def extend_chain(key: bytes, message: Message) -> bytes:
 
 
 def as_said(message: Message) -> Message:
-    """An answer without its reasoning and name, in one part: how a recorded one is known."""
-    said = {name: value for name, value in message.items() if name not in ("reasoning_content", "name")}
-    return said | {"content": join_texts(said["content"])}
+    """An answer without its reasoning and name, in one part: the form in which recorded answers are
+    recognised."""
+    plain = {name: value for name, value in message.items() if name not in ("reasoning_content", "name")}
+    return plain | {"content": join_texts(plain["content"])}
 
 
 def without_ids(message: Message) -> Message:
-    """An answer without the ids of its calls, which agents may write anew when they send it back."""
+    """An answer without the ids of its calls, which agents may replace when they send the answer back."""
     if "tool_calls" not in message:
         return message
     return {**message, "tool_calls": [call["function"] for call in message["tool_calls"]]}

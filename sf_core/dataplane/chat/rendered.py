@@ -1,4 +1,5 @@
-"""Checks whether a stored conversation, rendered by the run's chat template, is what the policy saw."""
+"""Checks whether a stored conversation, rendered by the run's chat template, is the prompt that the policy
+saw."""
 
 from __future__ import annotations
 
@@ -23,17 +24,20 @@ class Reader:
             raise ValueError(f"run {run.run_id} has no tokenizer")
         self._renderer = Renderer(run.start_dir)
 
-    def is_as_seen(self, messages: Sequence[Message], tools: list[Tool], seen: Sequence[int]) -> bool:
-        """Whether all messages but the last render to `seen`, the prompt from which the last was sampled. The
-        prompt may end with the forced beginning of a call, which the rendering of the last message shows.
+    def is_as_seen(self, messages: Sequence[Message], tools: list[Tool], prompt_ids: Sequence[int]) -> bool:
+        """Whether all messages but the last render to `prompt_ids`, the prompt from which the last was
+        sampled. The prompt may end with the forced beginning of a call, which the rendering of the last
+        message shows.
 
         Texts are compared, because sampled ids may differ from those the tokenizer makes of the same text."""
         if not messages:
             return False
         if (sight := self._renderer.sight) is not None:
             # a rendering has one placeholder for each picture
-            seen = [token for last, token in pairwise([-1, *seen]) if not last == token == sight.token_id]
-        text = self._renderer.decode_with_special(list(seen))
+            prompt_ids = [
+                token for last, token in pairwise([-1, *prompt_ids]) if not last == token == sight.token_id
+            ]
+        text = self._renderer.decode_with_special(list(prompt_ids))
         *before, last = messages
         try:
             prompt = self._renderer.render(before, tools)
@@ -41,11 +45,11 @@ class Reader:
         except jinja2.TemplateError:
             return False
         return any(
-            text.startswith(read) and (text == read or text[len(read) :] in whole)
-            for read in self._readings(prompt)
+            text.startswith(spelling) and (text == spelling or text[len(spelling) :] in whole)
+            for spelling in self._spellings(prompt)
         )
 
-    def _readings(self, rendered: str) -> Iterator[str]:
+    def _spellings(self, rendered: str) -> Iterator[str]:
         """The text, and the text encoded and decoded: a decoder may leave out or add spaces."""
         yield rendered
         yield self._renderer.decode_with_special(self._renderer.encode(rendered).tolist())

@@ -1,7 +1,7 @@
 """Text to ids and back, by the tokenizer, chat template and end-of-turn tokens of the run's model folder.
 
-Owns the suffix rule: what a request adds to recorded ids is cut from the rendering at an end-of-turn token.
-Uses tokenizers directly, because transformers imports torch: 3 s and 250 MB.
+Owns the suffix rule: the text that a request adds to recorded ids begins after an end-of-turn token of the
+rendering. Uses tokenizers directly, because transformers imports torch: 3 s and 250 MB.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
-from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
+from sf_core.dataplane.chat.calls.formats import FORMATS, detect_format
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, list_pictures, text_of
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
 from sf_core.dataplane.chat.template_probes import (
     append_only_roles,
-    end_of_turn,
+    find_end_of_turn,
     keeps_rows,
     shows_tools,
     with_pictures,
@@ -45,19 +45,19 @@ from storage.json_files import load_json
 from storage.tensors.weights import WEIGHT_FILES
 
 MAX_VARIANTS = 16
-"""Number of sets of template options whose renderers are kept, and of templates whose roles are."""
+"""Number of sets of template options whose renderers are cached, and of templates whose roles are."""
 
-LONG = 1000
-"""Characters of a text from which on it is encoded as a long one."""
+LONG_CHARACTERS = 1000
+"""Fewest characters of a text that is encoded by the method for long texts."""
 
 Value = TypeVar("Value")
 
 _CHANNEL = "<|channel|>"
-"""What begins a part of an answer of gpt-oss."""
+"""The token with which each part of an answer of gpt-oss begins."""
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than were asked for."""
+    """A text has more tokens than the caller allows."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"the text has {num_tokens} tokens")
@@ -86,26 +86,26 @@ class Renderer:
                 f"{model_dir}: the tokenizer has no chat template; add chat_template.jinja there, for "
                 "example from the model's instruct version"
             )
-        named = str(config.get("tool_format") or "")
-        if named and named not in FORMATS:
+        configured_format = str(config.get("tool_format") or "")
+        if configured_format and configured_format not in FORMATS:
             raise ValueError(
                 f"{model_dir}: tool_format in tokenizer_config.json must be one of {', '.join(FORMATS)}, "
-                f"got {named!r}"
+                f"got {configured_format!r}"
             )
         self.templates = ChatTemplates(sources)
-        self.thinks = self.templates.mention(THINK_END)
-        """Answers may begin with reasoning between think tags."""
+        self.thinks = self.templates.contain(THINK_END)
+        """Whether answers may begin with reasoning between think tags."""
         self.least_tokens = TokenBound(self._tokenizer)
-        """No text has fewer tokens than this says."""
+        """Lower bound of the number of tokens of a text."""
         self.token_bytes = TokenBytes(self._tokenizer)
         self.control_tokens = control_tokens(self._tokenizer)
-        """Ids of tokens that are no text, by what they show."""
+        """Ids of control tokens, by their text."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._skipped = {token.content: int(number) for number, token in added if token.special}
-        """Ids of tokens that texts are without, by what they show."""
+        """Ids of tokens that `decode` omits, by their text."""
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.num_ids = max(self.vocab_size, count_ids(_read_json(folder / "config.json")) or 0)
-        """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
+        """Number of ids that the policy may sample. Networks are often padded beyond the vocabulary."""
         self.sight = read_sight(str(folder)) if (folder / "config.json").exists() else None
         """How the policy sees pictures, within the limits of its processor; None: it is shown none."""
         if self.sight is not None and self._tokenizer.id_to_token(self.sight.token_id) is None:
@@ -116,20 +116,21 @@ class Renderer:
         spelled = None if self.sight is None else self._tokenizer.id_to_token(self.sight.token_id)
         self.placeholder = None if spelled is None else Placeholder(spelled)
         """That of pictures; None: the policy is shown none."""
-        self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
+        self._special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         self.options: dict[str, Any] = {}
         """Further variables of the template."""
         self.stop_texts, self.template_stop = self._read_stops(folder)
-        """Tokens that end a turn, and the one of them that only the template says."""
+        """Texts of the tokens that end a turn, by id, and the one among them that only the template
+        writes."""
         self.stop_token_ids = tuple(self.stop_texts)
         self._variants: dict[bytes, Renderer] = {}
-        self._look_at_template()
-        self.tool_format = named or format_of(self.render)
-        """The format of calls; empty if the template writes them in none that is known."""
+        self._probe_template()
+        self.tool_format = configured_format or detect_format(self.render)
+        """Name of the format of tool calls; empty if the template writes calls in an unknown format."""
 
     def with_options(self, options: dict[str, Any]) -> Renderer:
-        """This renderer with further variables of the template, of which those count that it reads. Raises
-        TemplateError if the template refuses them."""
+        """This renderer with further variables of the template. Variables that the template does not read are
+        dropped. Raises TemplateError if the template refuses them."""
         options = {name: value for name, value in options.items() if name in self.templates.variables}
         if not options:
             return self
@@ -139,31 +140,32 @@ class Renderer:
         if variant is None:
             variant = copy(self)
             variant.options = options
-            variant._look_at_template()
-            _keep(self._variants, key, variant)
+            variant._probe_template()
+            _cache(self._variants, key, variant)
         return variant
 
     def is_ready_for(self, options: dict[str, Any]) -> bool:
-        """Whether `with_options` looks at the template no more, which takes a tenth of a second."""
+        """Whether `with_options` has probed the template with these options, which takes a tenth of a
+        second."""
         options = {name: value for name, value in options.items() if name in self.templates.variables}
         return not options or encode_sorted(options) in self._variants
 
-    def _look_at_template(self) -> None:
+    def _probe_template(self) -> None:
         self.opens_thinking = self.thinks and self._opens_thinking()
-        """The prompt itself ends with the opening think tag."""
+        """Whether the prompt itself ends with the opening think tag."""
         self._append_only_roles = self._find_append_only_roles()
         self.shows_tools = shows_tools(self.render)
-        """A prompt with a tool differs from one without."""
+        """Whether a prompt with a tool differs from one without."""
 
     def _find_append_only_roles(self) -> frozenset[str]:
         sees = self.sight is not None
-        look = encode_sorted([self.templates.sources, self._special | self.options, sees])
-        roles = _found_roles.get(look)
+        key = encode_sorted([self.templates.sources, self._special | self.options, sees])
+        roles = _append_only_roles.get(key)
         if roles is None:
             roles = append_only_roles(self.render)
             if sees:
                 roles &= append_only_roles(with_pictures(self.render))
-            _keep(_found_roles, look, roles)
+            _cache(_append_only_roles, key, roles)
         return roles
 
     def render(
@@ -174,38 +176,39 @@ class Renderer:
         *,
         opens_answer: bool = True,
     ) -> str:
-        """See ChatTemplate.render. With `opens_answer` the text ends where an answer begins. Texts are shown
-        as `mend` makes them."""
+        """See ChatTemplate.render. With `opens_answer` the text ends where an answer begins. Texts are mended
+        first."""
         if self.placeholder is not None:
-            messages = [self.mend(one) for one in messages]
-            tools = [self.mend(one) for one in tools]
+            messages = [self.mend(message) for message in messages]
+            tools = [self.mend(tool) for tool in tools]
         variables = self._special | self.options | {"add_generation_prompt": opens_answer}
         return self.templates.of(tools).render(messages, tools, variables, num_first)
 
     def mend(self, value: Value) -> Value:
-        """A JSON value whose texts spell no placeholder of pictures."""
+        """The JSON value with its texts changed so that they spell no placeholder of pictures."""
         return value if self.placeholder is None else self.placeholder.mend(value)
 
     def find_fault(self) -> str | None:
-        """Why no policy can be trained on these prompts, in words that follow the name of the folder; None if
-        one can."""
-        if self.templates.mention(_CHANNEL):
+        """Why no policy can be trained with this template, as a clause that follows the name of the folder;
+        None if one can."""
+        if self.templates.contain(_CHANNEL):
             return (
                 f"its chat template writes channels ({_CHANNEL}, as that of gpt-oss), which SeamlessFlow "
                 "does not read: reasoning and calls would become text; choose another model"
             )
-        end = self._special.get("eos_token")
+        eos_token = self._special.get("eos_token")
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        if end is not None and end not in added:
+        if eos_token is not None and eos_token not in added:
             return (
-                f"eos_token {end!r} of tokenizer_config.json is not among the added tokens of "
+                f"eos_token {eos_token!r} of tokenizer_config.json is not among the added tokens of "
                 "tokenizer.json, so prompts would spell it as ordinary text; save the tokenizer again: "
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
         return None
 
     def describe_rows(self, role: str) -> str:
-        """In how many rows a session is whose answers are followed by messages of this role."""
+        """The number of training rows, in words, of a session whose answers are followed by messages of this
+        role."""
         if not self.opens_thinking and not keeps_rows(self.render, role, after_reasoning=False):
             return "a row each"
         if not self.thinks or keeps_rows(self.render, role, after_reasoning=True):
@@ -213,7 +216,7 @@ class Renderer:
         return "a row each" if self.opens_thinking else "a row each after an answer with reasoning"
 
     def check_shown(self, text: str, messages: list[Message]) -> None:
-        """Raises TemplateError if a rendering shows not just the pictures of its messages."""
+        """Raises TemplateError if a rendering shows other pictures than those of its messages."""
         if self.placeholder is None:
             return
         num_shown = text.count(self.placeholder.text)
@@ -224,8 +227,10 @@ class Renderer:
             )
 
     def merge_late_system(self, messages: list[Message]) -> list[Message]:
-        """The messages of Anthropic's API with system messages where the template takes them."""
-        if self.templates.refuses_late_system and any(m["role"] == "system" for m in messages[1:]):
+        """The messages of Anthropic's API. System messages after the first are merged into it, if the
+        template refuses them."""
+        has_late_system = any(message["role"] == "system" for message in messages[1:])
+        if has_late_system and self.templates.refuses_late_system:
             return merge_system(messages, "")
         return messages
 
@@ -234,7 +239,8 @@ class Renderer:
         return {message["role"] for message in added} <= self._append_only_roles
 
     def note_rewrite(self, added: list[Message]) -> None:
-        """The template rewrote earlier messages despite the probes: render everything from now on."""
+        """Record that the template rewrote earlier messages despite the probes: whole conversations are
+        rendered from now on."""
         if self.is_append_only(added):
             self._append_only_roles = frozenset()
 
@@ -247,30 +253,30 @@ class Renderer:
             return None
         return text_offset, int(id_offsets[-1])
 
-    def encode(self, text: str, after: str = "", most: float = inf, *, adds_special: bool = False) -> Ids:
-        """Ids of a text that follows the special token `after`: some tokenizers put a space before text, but
-        only at the very beginning. `adds_special`: the tokenizer adds its special tokens. Raises
-        TooManyTokensError if a long text has `most` tokens or more."""
-        ids = self._encode(after + text, most + bool(after), adds_special)
+    def encode(self, text: str, after: str = "", limit: float = inf, *, adds_special: bool = False) -> Ids:
+        """Ids of a text that follows the special token `after`: some tokenizers put a space before a text,
+        but only at the very beginning. `adds_special`: the tokenizer adds its special tokens. Raises
+        TooManyTokensError if a long text has `limit` tokens or more."""
+        ids = self._encode(after + text, limit + bool(after), adds_special)
         if after:
-            # an end of turn that is no added token is encoded together with the text
-            is_apart = ids[0] == self._tokenizer.token_to_id(after)
-            ids = ids[1:] if is_apart else self._encode(text, most)
+            # an end-of-turn text that is no added token may be encoded together with the text
+            is_own_token = ids[0] == self._tokenizer.token_to_id(after)
+            ids = ids[1:] if is_own_token else self._encode(text, limit)
         return ids
 
-    def _encode(self, text: str, most: float, adds_special: bool = False) -> Ids:
-        if len(text) < LONG:
+    def _encode(self, text: str, limit: float, adds_special: bool = False) -> Ids:
+        if len(text) < LONG_CHARACTERS:
             encoding = self._tokenizer.encode(text, add_special_tokens=adds_special)
             return np.array(encoding.ids, dtype=np.int32)
-        # unlike `encode`, it lets other threads run, and notes no places: half the time and the memory
+        # unlike `encode`, it releases the GIL and computes no offsets: half the time and half the memory
         [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
-        if len(encoded) >= most:
-            # the list of them alone would hold up other threads
+        if len(encoded) >= limit:
+            # making the list of ids alone would block other threads
             raise TooManyTokensError(len(encoded))
         return to_ids(encoded.ids)
 
     def encode_behind_text(self, text: str) -> Ids:
-        """Ids of a text that is not the beginning of one; see `encode`."""
+        """Ids of a text that continues another text; see `encode`."""
         return self.encode(text, after=next(iter(self.stop_texts.values())))
 
     def decode(self, ids: list[int]) -> str:
@@ -278,10 +284,10 @@ class Renderer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def decoder(self, marks: Iterable[str]) -> Callable[[list[int]], str]:
-        """A `decode` that shows those special tokens that are `marks`."""
+        """A `decode` that also shows the special tokens in `marks`."""
         if self._skipped.keys().isdisjoint(marks):
             return self.decode
-        hidden = {token for shown, token in self._skipped.items() if shown not in marks}
+        hidden = {token for text, token in self._skipped.items() if text not in marks}
         return lambda ids: self.decode_with_special([token for token in ids if token not in hidden])
 
     def decode_with_special(self, ids: list[int]) -> str:
@@ -293,15 +299,15 @@ class Renderer:
         return prompt.rstrip().endswith(THINK_START)
 
     def suffix_after_turn(self, rest: str, last_id: int | None) -> str | None:
-        """What follows a recorded turn, given the rendering of that turn and everything after it.
+        """The text after a recorded turn. `rest` is the rendering of that turn and of everything after it.
 
-        The turn's own text in `rest` is never encoded: its ids are recorded. None if the rendering shows no
-        end of the turn."""
+        The turn's own text in `rest` is never encoded, because its ids are recorded. None if the rendering
+        shows no end of the turn."""
         offsets = {token: rest.find(text) for token, text in self.stop_texts.items()}
-        found = [(offset, token) for token, offset in offsets.items() if offset >= 0]
-        if not found:
+        stops = [(offset, token) for token, offset in offsets.items() if offset >= 0]
+        if not stops:
             return None
-        end, token = min(found)
+        end, token = min(stops)
         if token == last_id:
             end += len(self.stop_texts[token])
         return rest[end:]
@@ -319,18 +325,18 @@ class Renderer:
         added_tokens = self._tokenizer.get_added_tokens_decoder()
         added_ids = {token.content: token_id for token_id, token in added_tokens.items()}
         messages_only = partial(self.render, opens_answer=False)
-        of_template = end_of_turn(self.render, messages_only, tuple(stops.values()), added_ids)
-        if of_template is not None:
-            stops[added_ids[of_template]] = of_template
-        return dict(sorted(stops.items())), of_template
+        template_stop = find_end_of_turn(self.render, messages_only, tuple(stops.values()), added_ids)
+        if template_stop is not None:
+            stops[added_ids[template_stop]] = template_stop
+        return dict(sorted(stops.items())), template_stop
 
 
 def shows(text: str, answer: Message) -> bool:
-    """Whether a rendered answer holds, in whatever spelling, every character that the answer says but white
-    space and control characters, which JSON escapes. A template that drops something, such as old reasoning,
+    """Whether a rendered answer holds, in any spelling, every character of the answer except white space and
+    control characters, which JSON escapes. A template that drops characters, for example of old reasoning,
     has rewritten the answer."""
-    said = Counter[str](text_of(answer))
-    said.update(answer.get("reasoning_content") or "")
+    characters = Counter[str](text_of(answer))
+    characters.update(answer.get("reasoning_content") or "")
     values = [call["function"] for call in answer.get("tool_calls", ())]
     while values:
         value = values.pop()
@@ -339,36 +345,38 @@ def shows(text: str, answer: Message) -> bool:
         elif isinstance(value, list):
             values += value
         else:
-            said.update(value if isinstance(value, str) else json.dumps(value))
-    return all(unseen.isspace() or not unseen.isprintable() for unseen in said - Counter(text))
+            characters.update(value if isinstance(value, str) else json.dumps(value))
+    missing = characters - Counter(text)
+    return all(character.isspace() or not character.isprintable() for character in missing)
 
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-_found_roles: dict[bytes, frozenset[str]] = {}
-"""Roles that templates append, by what decides them: runs of one process often have the same template."""
+_append_only_roles: dict[bytes, frozenset[str]] = {}
+"""Cache of the roles that templates append, by template and variables: runs of one process often have the
+same template."""
 
 
-def _keep(kept: dict[bytes, Value], key: bytes, value: Value) -> None:
-    """Keep a value instead of the oldest one."""
+def _cache(values: dict[bytes, Value], key: bytes, value: Value) -> None:
+    """Add a value to a cache; if it is full, the oldest value is removed."""
     # threads do this too (large.py): each step alone is safe
-    if len(kept) >= MAX_VARIANTS:
-        kept.pop(next(iter(list(kept))), None)
-    kept[key] = value
+    if len(values) >= MAX_VARIANTS:
+        values.pop(next(iter(list(values))), None)
+    values[key] = value
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = load_json(read_bytes(str(path))) if path.exists() else {}
+        value = load_json(read_bytes(str(path))) if path.exists() else {}
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{path} cannot be read: it must be a JSON object")
-    return found
+    return value
 
 
-def _text(token: str | dict[str, Any]) -> str:
+def _token_text(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
@@ -381,8 +389,8 @@ def open_renderer(model_dir: str) -> Renderer:
     except Exception as error:  # a broken tokenizer.json raises a plain Exception
         if type(error) is ValueError:
             raise
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{model_dir}: tokenizer or template is broken: {told}") from error
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{model_dir}: tokenizer or template is broken: {cause}") from error
 
 
 async def read_renderer(model_dir: str) -> Renderer:

@@ -1,7 +1,7 @@
-"""The chat templates of a model folder: rendered as transformers does, and given what vLLM gives them.
+"""The chat templates of a model folder, rendered as in transformers, with the variables that vLLM passes.
 
-Owns what a template is given for a message: text as one string or as parts, and `developer` messages, which
-most templates do not know. Uses jinja2 directly, because transformers imports torch: 3 s and 250 MB.
+Owns the form in which a template gets a message: text as one string or as parts, and `developer` messages,
+which most templates do not know. Uses jinja2 directly, because transformers imports torch: 3 s and 250 MB.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from storage.files import read_bytes
 
 DEFAULT = "default"
+"""Name of the template that is used by default."""
+
 WITH_TOOLS = "tool_use"
-"""Names of the template that counts, and of the one that counts before it for requests with tools."""
+"""Name of the template that is used for requests with tools, if there is one."""
 
 
 class ChatTemplate:
@@ -38,15 +40,19 @@ class ChatTemplate:
         environment = _make_environment()
         tree = environment.parse(source)
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        """Variables that it reads."""
+        """Variables that the template reads."""
         self._takes_parts = _loops_over_content(tree)
         self._knows_developer = "'developer'" in source or '"developer"' in source
         self._template = environment.from_string(tree)
-        # jinja copies it for each rendering, and a ChainMap copies slowly
+        # jinja copies the globals for each rendering, and a ChainMap copies slowly
         self._template.globals = dict(self._template.globals)
 
     def render(
-        self, messages: list[Message], tools: list[Tool], variables: Mapping[str, Any], num_first: int | None
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        variables: Mapping[str, Any],
+        num_first: int | None,
     ) -> str:
         """The text of these messages. Raises TemplateError if the template refuses or fails on them.
 
@@ -63,7 +69,7 @@ class ChatTemplate:
         try:
             return self._template.render(
                 variables,
-                messages=[self._adapt(message) for message in messages],
+                messages=[self._adapt_message(message) for message in messages],
                 tools=tools or None,
                 documents=None,
             )
@@ -72,20 +78,21 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
-    def _adapt(self, message: Message) -> Message:
+    def _adapt_message(self, message: Message) -> Message:
         """The message as the template gets it: its text in parts if the template loops over them."""
         content = message["content"]
         if "reasoning_content" in message:
             message = {**message, "reasoning": message["reasoning_content"]}
         if any(pictures_of(content)):
-            # whether it shows them is seen by the placeholders
+            # Renderer.check_shown counts the placeholders in the rendering
             return message
         if not self._takes_parts or message["role"] == "tool":
             return message if isinstance(content, str) else {**message, "content": text_of(message)}
         if isinstance(content, str):
             # an answer without content has no part
-            empty = not content and message["role"] == "assistant"
-            return {**message, "content": [] if empty else [{"type": "text", "text": content}]}
+            is_empty_answer = not content and message["role"] == "assistant"
+            parts = [] if is_empty_answer else [{"type": "text", "text": content}]
+            return {**message, "content": parts}
         return message
 
 
@@ -100,34 +107,34 @@ class ChatTemplates:
         self.refuses_late_system = any(
             _refuses_late_system(template.source) for template in (self._default, self._with_tools)
         )
-        """Whether Anthropic's late system messages are merged into the first. The rule is vLLM's."""
+        """Whether Anthropic's later system messages are merged into the first. The rule is vLLM's."""
 
     def of(self, tools: list[Tool]) -> ChatTemplate:
         return self._with_tools if tools else self._default
 
-    def mention(self, text: str) -> bool:
+    def contain(self, text: str) -> bool:
         return text in self._default.source or text in self._with_tools.source
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Sources by name: of chat_template.jinja and additional_chat_templates/, else of tokenizer_config.json,
-    which is `config`. Empty without any."""
-    found = {
+    which is `config`. Empty without templates."""
+    sources = {
         path.stem: read_bytes(str(path)).decode()
         for path in (folder / "additional_chat_templates").glob("*.jinja")
     }
     if (folder / "chat_template.jinja").exists():
-        found[DEFAULT] = read_bytes(str(folder / "chat_template.jinja")).decode()
-    given = config.get("chat_template")
-    if found or not given:
-        return found
-    if isinstance(given, str):
-        return {DEFAULT: given}
-    return {str(entry["name"]): str(entry["template"]) for entry in given}
+        sources[DEFAULT] = read_bytes(str(folder / "chat_template.jinja")).decode()
+    configured = config.get("chat_template")
+    if sources or not configured:
+        return sources
+    if isinstance(configured, str):
+        return {DEFAULT: configured}
+    return {str(entry["name"]): str(entry["template"]) for entry in configured}
 
 
 def merge_system(messages: list[Message], between: str) -> list[Message]:
-    """The messages with one system message, the first, whose text is that of all of them."""
+    """The messages with the texts of all system messages in one, the first."""
     texts = [text_of(message) for message in messages if message["role"] == "system"]
     merged = {"role": "system", "content": between.join(filter(None, texts))}
     return [merged, *(message for message in messages if message["role"] != "system")]
@@ -145,32 +152,34 @@ def _without_developer(messages: list[Message], num_first: int | None) -> list[M
 
 
 def _as_system(messages: list[Message]) -> list[Message]:
-    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+    return [
+        {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+    ]
 
 
 @lru_cache(maxsize=16)
 def _refuses_late_system(source: str) -> bool:
-    # vLLM asks in an environment without transformers' additions, and takes a failure for want of one for a
-    # refusal
+    # vLLM renders in an environment without transformers' additions. If the template fails for lack of one,
+    # that counts as a refusal.
     bare = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
-    asked = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    probe = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
-        bare.from_string(source).render(messages=asked, add_generation_prompt=False)
+        bare.from_string(source).render(messages=probe, add_generation_prompt=False)
     except Exception:  # a template is a program and may raise anything
         return True
     return False
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether the template loops over the parts of a message's content, itself or in a macro that it hands
-    the content to. So vLLM decides whether a template takes parts."""
+    """Whether the template loops over the parts of a message's content, itself or in a macro that gets the
+    content. By this rule vLLM decides whether a template gets parts."""
     macros = list(tree.find_all(nodes.Macro))
-    inside = {id(loop): macro for macro in macros for loop in macro.find_all(nodes.For)}
+    macro_of_loop = {id(loop): macro for macro in macros for loop in macro.find_all(nodes.For)}
     for loop in tree.find_all(nodes.For):
-        iterated = _plain(loop.iter)
-        macro = inside.get(id(loop))
+        iterated = _unwrap(loop.iter)
+        macro = macro_of_loop.get(id(loop))
         if _reads_content(iterated):
             return True
         if isinstance(iterated, nodes.Name):
@@ -184,17 +193,17 @@ def _loops_over_content(tree: nodes.Template) -> bool:
 def _content_arguments(tree: nodes.Template, macro: nodes.Macro) -> set[str]:
     """Names of the macro's arguments that get a message's content in some call."""
     names = [argument.name for argument in macro.args]
-    found: set[str] = set()
+    with_content: set[str] = set()
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-            given = [*zip(names, call.args, strict=False)]
-            given += [(keyword.key, keyword.value) for keyword in call.kwargs]
-            found.update(name for name, value in given if _reads_content(_plain(value)))
-    return found
+            arguments = [*zip(names, call.args, strict=False)]
+            arguments += [(keyword.key, keyword.value) for keyword in call.kwargs]
+            with_content.update(name for name, value in arguments if _reads_content(_unwrap(value)))
+    return with_content
 
 
-def _plain(node: nodes.Node) -> nodes.Node:
-    """The expression without filters, tests and slices."""
+def _unwrap(node: nodes.Node) -> nodes.Node:
+    """The expression inside filters, tests and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -214,7 +223,7 @@ def _reads_content(node: nodes.Node) -> bool:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, with which templates mark what a model writes: rendered as if it were not there."""
+    """`{% generation %}`, with which templates mark the model's own text: the tag is ignored."""
 
     tags = {"generation"}  # noqa: RUF012, as jinja2 declares it
 
@@ -230,8 +239,8 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    # one date for the whole run: at midnight the prompts of running sessions must not change
+    environment.globals["raise_exception"] = _raise_exception
+    # a single date for the whole run: at midnight the prompts of running sessions must not change
     environment.globals["strftime_now"] = datetime.now().strftime
     return environment
 
@@ -240,5 +249,5 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)

@@ -1,4 +1,4 @@
-"""Renders what is new in a conversation without rendering its history.
+"""Renders the new messages of a conversation without its history.
 
 Most chat templates append: new messages leave the text of all earlier ones unchanged. The text of an answer
 and of what follows it can then be taken from a short conversation, the opening and that answer. Probes find
@@ -20,7 +20,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 Render = Callable[[list[Message], list[Tool]], str]
 
 
-def opening(messages: list[Message]) -> list[Message] | None:
+def opening_messages(messages: list[Message]) -> list[Message] | None:
     """The messages up to the first user message, which templates treat specially; None without one."""
     for i, message in enumerate(messages):
         if message["role"] == "user":
@@ -42,15 +42,17 @@ def render_addition(
 
 def append_only_roles(render: Render) -> frozenset[str]:
     """Roles whose messages, added after an answer, render the same with and without the history before it."""
-    render = _remembering(render)
+    render = _cache_renderings(render)
     return frozenset(
-        role for role in ("user", "tool") if all(_holds(render, probe) for probe in _probes(role))
+        role
+        for role in ("user", "tool")
+        if all(_is_append_only(render, probe) for probe in _make_probes(role))
     )
 
 
-def _remembering(render: Render) -> Render:
-    """The same rendering, which renders a conversation once: of four texts of a probe, other probes have two
-    or three. Probes are made of the messages of this module, whose identities name a conversation."""
+def _cache_renderings(render: Render) -> Render:
+    """A cache of the rendering: other probes need two or three of the four texts of a probe. Probes consist
+    of the message objects of this module, so the ids of the objects identify a conversation."""
     results: dict[tuple[int, ...], str | jinja2.TemplateError] = {}
 
     def render_once(messages: list[Message], tools: list[Tool]) -> str:
@@ -84,20 +86,20 @@ def _show_picture(message: Message) -> Message:
 
 
 def shows_tools(render: Render) -> bool:
-    """Whether the template shows the tools of a request; one that refuses tools does not."""
+    """Whether the template shows the tools of a request. A template that refuses tools does not."""
     try:
         with_tool = render([_USER], [_TOOL])
     except jinja2.TemplateError:
         return False
     try:
         return with_tool != render([_USER], [])
-    except jinja2.TemplateError:  # it is for requests with tools alone
+    except jinja2.TemplateError:  # the template is only for requests with tools
         return True
 
 
 def roles_shown_as_lists(render: Render) -> list[str]:
-    """Roles whose text the template writes as Python writes a list of parts: it loops over the parts of some
-    messages, so it gets lists, and prints those of others as they are."""
+    """Roles whose text the template writes as a Python list of parts. Such a template loops over the parts of
+    some messages, so it gets lists, but prints the lists of other messages as they are."""
     conversations: dict[str, list[Message]] = {
         "system": [_SYSTEM, _USER],
         "user": [_USER],
@@ -118,9 +120,10 @@ def _shows_list(render: Render, messages: list[Message]) -> bool:
 
 
 def keeps_rows(render: Render, role: str, *, after_reasoning: bool) -> bool:
-    """Whether an answer stays in the row of its prompt when messages of this role follow: the text with them
-    begins with the prompt, and shows the whole answer. Asked of answers with reasoning, or of others."""
-    answers = [one for one in _ANSWERS if "<think>" not in one["content"]]
+    """Whether an answer stays in the training row of its prompt when messages of this role follow: the text
+    with these messages begins with the prompt, and shows the whole answer. `after_reasoning`: the answers
+    have reasoning."""
+    answers = [answer for answer in _ANSWERS if "<think>" not in answer["content"]]
     rounds = [
         [answer, *_make_following(answer)]
         for answer in answers
@@ -131,32 +134,34 @@ def keeps_rows(render: Render, role: str, *, after_reasoning: bool) -> bool:
     tools = [_TOOL] if role == "tool" else []
     starts: list[list[Message]] = [[_USER], [_SYSTEM, _USER]]
     return all(
-        _extends(render, [*start, *history], added, tools)
+        _keeps_row(render, [*start, *history], added, tools)
         for start, history, added in product(starts, histories, of_role)
     )
 
 
-def _extends(render: Render, history: list[Message], added: list[Message], tools: list[Tool]) -> bool:
+def _keeps_row(render: Render, history: list[Message], added: list[Message], tools: list[Tool]) -> bool:
     try:
         before = render(history, tools)
         whole = render([*history, *added], tools)
     except jinja2.TemplateError:
         return True  # such a request is refused
-    said = [word for word in ("said", "why", "find") if word in str(added[0])]
-    return whole.startswith(before) and all(word in whole[len(before) :] for word in said)
+    words_of_answer = [word for word in ("said", "why", "find") if word in str(added[0])]
+    addition = whole[len(before) :]
+    return whole.startswith(before) and all(word in addition for word in words_of_answer)
 
 
-def end_of_turn(
-    render: Render, render_only: Render, known: tuple[str, ...], tokens: Iterable[str]
+def find_end_of_turn(
+    render: Render, render_only: Render, known_stops: tuple[str, ...], tokens: Iterable[str]
 ) -> str | None:
-    """The token of these with which the template ends an answer, unless one of the `known` ends it.
-    `render_only` leaves the next answer unopened: what follows an answer then cannot begin another turn."""
+    """The token among `tokens` with which the template ends an answer; None if a token of `known_stops` ends
+    it. `render_only` does not open the next answer, so the text after an answer cannot be the beginning of
+    another turn."""
     try:
         last = _after_answer(render_only([_USER, _ANSWERS[0]], []))
         followed = _after_answer(render([_USER, _ANSWERS[0], _USER], []))
     except jinja2.TemplateError:
         return None
-    if last.startswith(known) or followed.startswith(known):
+    if last.startswith(known_stops) or followed.startswith(known_stops):
         return None
     ends = (token for token in tokens if last.startswith(token) and followed.startswith(token))
     return max(ends, key=len, default=None)
@@ -167,17 +172,17 @@ def _after_answer(text: str) -> str:
 
 
 _Probe = tuple[list[Message], list[Message], list[Tool]]
-"""A history that waits for an answer, that answer with what follows it, and the tools."""
+"""A history that waits for an answer, that answer with the messages after it, and the tools."""
 
 
-def _holds(render: Render, probe: _Probe) -> bool:
+def _is_append_only(render: Render, probe: _Probe) -> bool:
     history, added, tools = probe
     try:
         whole = render([*history, *added], tools)
         before = render(history, tools)
     except jinja2.TemplateError:
         return True  # cannot be rendered either way: such a request is refused
-    beginning = opening(history)
+    beginning = opening_messages(history)
     assert beginning is not None
     try:
         beginning_text = render(beginning, tools)
@@ -208,25 +213,25 @@ _ANSWERS: list[Message] = [
 ]
 
 
-def _probes(role: str) -> Iterator[_Probe]:
+def _make_probes(role: str) -> Iterator[_Probe]:
     rounds = [[answer, *_make_following(answer)] for answer in _ANSWERS]
     pairs_of_rounds = [first + second for first, second in product(rounds, rounds[:5:2])]
     rounds_of_role = [messages for messages in rounds if messages[1]["role"] == role]
     for history, added in product([[], *rounds, *pairs_of_rounds], rounds_of_role):
-        yield _probe(history, added)
-    # longer and longer ones too: some templates count messages
+        yield _make_probe(history, added)
+    # longer and longer histories too: some templates count messages
     repeated = rounds_of_role[0]
     for num in range(3, 12):
-        yield _probe(repeated * num, repeated)
+        yield _make_probe(repeated * num, repeated)
     longest = list(chain.from_iterable(rounds * 3))
-    yield _probe(longest, repeated)
+    yield _make_probe(longest, repeated)
 
 
 def _make_following(answer: Message) -> list[Message]:
     return [_RESULT] * len(answer.get("tool_calls", [])) or [_USER]
 
 
-def _probe(history: list[Message], added: list[Message]) -> _Probe:
+def _make_probe(history: list[Message], added: list[Message]) -> _Probe:
     start: list[Message] = [_SYSTEM, _USER] if len(history) % 3 else [_USER]
     has_calls = any("tool_calls" in message for message in [*history, *added])
     tools = [_TOOL] if has_calls else []

@@ -1,4 +1,4 @@
-"""What a format of tool calls is: how calls are found in sampled text, written, and begun if one is forced.
+"""The interface of a format of tool calls: calls are found in sampled text, rendered, and forced.
 
 The formats themselves are in `calls`. A call that does not parse, cannot be written again or names an unknown
 tool stays text and is counted.
@@ -24,7 +24,8 @@ Parts = list[str | ToolCall]
 
 
 class CallSplitter(Protocol):
-    """Splits text, as it arrives, into text and calls; returns, in order, what later text cannot change."""
+    """Splits text, as it arrives, into text and calls. Its methods return, in order, the parts that later
+    text cannot change."""
 
     num_unparsed: int
     """Number of calls that stayed text."""
@@ -39,22 +40,23 @@ class ToolFormat(NamedTuple):
     render: Callable[[ToolCall], str]
     """The text of one call."""
     opening: Callable[[Tool | None], str]
-    """The beginning of an answer that must call this tool (None: any tool). But for `plain`, it ends neither
-    with a space nor with `{`, because pretrained models write these in one token with what follows."""
+    """The beginning of an answer that must call this tool (None: any tool). Except in `plain`, it ends
+    neither with a space nor with `{`, because pretrained models write these in one token with the next
+    text."""
     marks: tuple[str, ...]
-    """What calls are told by. The first one begins a call, also one inside unfinished reasoning."""
+    """Texts by which calls are recognised. The first mark begins a call, even inside unfinished reasoning."""
     schema: Callable[[Tool], dict[str, Any]] | None = None
     """The JSON Schema of a call that is the whole answer; None: calls begin with a mark."""
 
 
-def name_of(tool: Tool) -> str:
+def tool_name(tool: Tool) -> str:
     return str(tool["function"]["name"])
 
 
-def parameters_of(name: str, tools: list[Tool]) -> dict[str, Any] | None:
+def tool_parameters(name: str, tools: list[Tool]) -> dict[str, Any] | None:
     """Properties of a tool's schema; None if there is no such tool."""
     for tool in tools:
-        if name_of(tool) == name:
+        if tool_name(tool) == name:
             return dict((tool["function"].get("parameters") or {}).get("properties") or {})
     return None
 

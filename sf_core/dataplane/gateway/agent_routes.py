@@ -63,7 +63,7 @@ async def _refuse(request: Request, error: Exception, headers: Mapping[str, str]
     if error.retry_after_s is not None:
         headers = {"Retry-After": str(error.retry_after_s)}
     elif isinstance(error, EngineFailed) and error.is_poison:
-        # the SDKs of OpenAI and Anthropic repeat a 502 otherwise
+        # otherwise the SDKs of OpenAI and Anthropic retry after a 502
         headers = {"x-should-retry": "false"}
     body = dialect_of(request.scope).error_body(error, request.scope["request_id"])
     return _json(body, error.status, headers)
@@ -76,9 +76,9 @@ async def _fail(request: Request, error: Exception) -> Response:
         response = await _refuse(request, ApiError(503, message, retry_after_s=RETRY_AFTER_S))
     else:
         response = await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))
-    # the server closes a connection after an exception that no route expects: a client must not reuse it
+    # the server closes the connection after an unexpected exception, so a client must not reuse it
     response.headers["Connection"] = "close"
-    # and no middleware sees the response
+    # no middleware sees this response
     for name in ID_HEADERS:
         response.headers[name.decode()] = request.scope["request_id"]
     return response

@@ -21,14 +21,14 @@ from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     asks_strictness,
     check_size,
-    get,
+    get_field,
     parse_object,
     refuse_undone,
 )
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.gateway.normalised import normalise
 from sf_core.dataplane.gateway.order import Order
-from sf_core.dataplane.large import SMALL_CHARACTERS, apart, give_back, is_large_body
+from sf_core.dataplane.large import SMALL_CHARACTERS, apart, is_large_body, trim_memory_after
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.identity import RequestIdentity
@@ -44,14 +44,14 @@ MAX_PICTURE_BYTES = 64 * 2**20
 """Most bytes of a request with pictures; agents send those of a whole conversation each time."""
 
 ID_HEADERS = (b"x-request-id", b"request-id")
-"""Where the packages of OpenAI and Anthropic read a request's id."""
+"""Headers in which the packages of OpenAI and Anthropic read a request's id."""
 
 FindSession = Callable[[Scope, str], tuple[LiveTurns, Session]]
 """(connection scope, model name) -> the turns of the run and the session of the request. Raises ApiError."""
 
 
 class TurnEndpoint:
-    """The endpoint that answers with turns, in one dialect."""
+    """The endpoint of a dialect that answers with turns."""
 
     def __init__(self, dialect: Dialect, find_session: FindSession, order: Order) -> None:
         self._dialect = dialect
@@ -63,47 +63,50 @@ class TurnEndpoint:
         size = len(data)
         try:
             async with self._order.of(scope["caller"].named_session):
-                asked, waiting = await self._open(data, scope)
+                parsed, subscribers = await self._open_turns(data, scope)
         finally:
-            give_back(size)
-        reply = self._dialect.reply(asked.body, waiting[0].turn.turn_id, asked.session)
-        is_stream = asked.requests[0].stream
-        del data, asked  # they may hold megabytes, and the turn may take minutes
-        watcher = asyncio.ensure_future(_leave_when_gone(receive, waiting))
+            trim_memory_after(size)
+        reply = self._dialect.reply(parsed.body, subscribers[0].turn.turn_id, parsed.session)
+        is_stream = parsed.requests[0].stream
+        del data, parsed  # they may hold megabytes, and the turn may take minutes
+        watcher = asyncio.ensure_future(_leave_when_gone(receive, subscribers))
         try:
             if is_stream:
-                await _stream(waiting, reply, send, scope["request_id"])
+                await _stream(subscribers, reply, send, scope["request_id"])
             else:
-                answers = await _together([_answer(one) for one in waiting])
+                answers = await _await_all([_answer(subscriber) for subscriber in subscribers])
                 await send_body(send, 200, reply.whole(answers))
-                _leave(waiting, has_answer=True)
+                _leave(subscribers, has_answer=True)
         finally:
             watcher.cancel()
-            _leave(waiting)
+            _leave(subscribers)
 
-    async def _open(self, data: bytes, scope: Scope) -> tuple[Asked, list[Subscriber]]:
-        asked = await _read(data, scope, self._dialect, self._find_session)
-        turns = asked.turns
-        session = asked.session
-        requests = asked.requests
-        for kind, number in asked.told.items():
+    async def _open_turns(self, data: bytes, scope: Scope) -> tuple[ParsedRequest, list[Subscriber]]:
+        parsed = await _read_request(data, scope, self._dialect, self._find_session)
+        turns = parsed.turns
+        session = parsed.session
+        requests = parsed.requests
+        for kind, number in parsed.num_left_out.items():
             turns.counters[f"left_out.{kind}"] += number
 
         def recheck() -> None:
             """Raises ApiError if the session has ended meanwhile."""
-            if turns.includes(session) or scope["caller"].named_session is None:
+            is_ad_hoc = scope["caller"].named_session is None
+            if is_ad_hoc or turns.includes(session):
                 return
-            self._find_session(scope, get(asked.body, "model", (str,), ""))
+            # raises if no session of this id is left; else the session belongs to a restarted run
+            self._find_session(scope, get_field(parsed.body, "model", (str,), ""))
             raise restarted()
 
         try:
             if requests[0].left_out.pictures:
                 await _show_pictures(requests[0], turns)
                 recheck()
-            identity = await apart(asked.is_large, RequestIdentity.of, scope["headers"], data)
-            return asked, await open_turns(
-                *(turns, session, requests, identity), is_large=asked.is_large, recheck=recheck
+            fingerprint = await apart(parsed.is_large, RequestIdentity.from_request, scope["headers"], data)
+            subscribers = await open_turns(
+                turns, session, requests, fingerprint, is_large=parsed.is_large, recheck=recheck
             )
+            return parsed, subscribers
         except ContextOverflow as error:
             await turns.note_overflow(session)
             raise error.reword(*self._dialect.overflow) from None
@@ -119,56 +122,56 @@ class TokenCount:
         self._find_session = find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # a dialect may require max_tokens, which a count does not have
         data = await read_body(receive, MAX_PICTURE_BYTES)
-        missing = {"max_tokens": 1}
-        asked = await _read(data, scope, self._dialect, self._find_session, missing)
-        await _show_pictures(asked.requests[0], asked.turns)
+        # a dialect may require max_tokens, which a request to count tokens does not have
+        defaults = {"max_tokens": 1}
+        parsed = await _read_request(data, scope, self._dialect, self._find_session, defaults)
+        await _show_pictures(parsed.requests[0], parsed.turns)
         is_long = len(data) > SMALL_CHARACTERS
         try:
-            num_tokens = await apart(is_long, count_tokens, asked.turns.renderer, asked.requests[0])
+            num_tokens = await apart(is_long, count_tokens, parsed.turns.renderer, parsed.requests[0])
         except ContextOverflow as error:
             raise error.reword(*self._dialect.overflow) from None
         finally:
-            give_back(len(data))
+            trim_memory_after(len(data))
         await send_body(send, 200, orjson.dumps({self._field: num_tokens}))
 
 
-class Asked(NamedTuple):
-    """A request as its run reads it."""
+class ParsedRequest(NamedTuple):
+    """A parsed request, with its run and its session."""
 
     body: Body
-    """Its fields but the prompt."""
+    """The fields of the body, without the prompt."""
     turns: LiveTurns
     session: Session
     requests: list[TurnRequest]
     """One per prompt."""
-    told: Mapping[str, int]
-    """What is not as it was sent, or is left out, and how often."""
+    num_left_out: Mapping[str, int]
+    """Numbers of changed or omitted parts, by kind."""
     is_large: bool
-    """It is handled in threads."""
+    """Whether the request is handled in threads."""
 
 
-async def _read(
-    data: bytes, scope: Scope, dialect: Dialect, find_session: FindSession, missing: Body | None = None
-) -> Asked:
-    """Raises ApiError also for fields that are not done, and for parts that are no text if the run refuses
-    them. `missing`: fields that the body need not have."""
+async def _read_request(
+    data: bytes, scope: Scope, dialect: Dialect, find_session: FindSession, defaults: Body | None = None
+) -> ParsedRequest:
+    """Raises ApiError also for unsupported fields, and for parts that are not text if the run refuses them.
+    `defaults`: values of fields that the body may lack."""
     is_large = is_large_body(data)
-    body, is_mended = await apart(is_large, _parse, data, scope, dialect, missing or {})
-    turns, session = find_session(scope, get(body, "model", (str,), ""))
+    body, is_mended = await apart(is_large, _parse_body, data, scope, dialect, defaults or {})
+    turns, session = find_session(scope, get_field(body, "model", (str,), ""))
     if turns.renderer.sight is None:
         _check_size(len(data))
-    return await apart(is_large, _ask, data, body, dialect, turns, session, is_mended, is_large)
+    return await apart(is_large, _parse_for_run, data, body, dialect, turns, session, is_mended, is_large)
 
 
-def _parse(data: bytes, scope: Scope, dialect: Dialect, missing: Body) -> tuple[Body, bool]:
+def _parse_body(data: bytes, scope: Scope, dialect: Dialect, defaults: Body) -> tuple[Body, bool]:
     """The body, and whether characters in it were mended."""
-    given, is_mended = parse_object(data, dialect.has_ids)
-    return dialect.read(missing | given, scope["path"]), is_mended
+    sent, is_mended = parse_object(data, dialect.has_ids)
+    return dialect.read(defaults | sent, scope["path"]), is_mended
 
 
-def _ask(
+def _parse_for_run(
     data: bytes,
     body: Body,
     dialect: Dialect,
@@ -176,33 +179,39 @@ def _ask(
     session: Session,
     is_mended: bool,
     is_large: bool,
-) -> Asked:
-    rules = turns.spec.rollout
+) -> ParsedRequest:
+    settings = turns.spec.rollout
     sees = turns.renderer.sight is not None
-    done = dialect.done_fields | (dialect.schema_fields if turns.spec.follows_grammars else frozenset())
-    body = normalise(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
+    supported = dialect.done_fields
+    if turns.spec.follows_grammars:
+        supported |= dialect.schema_fields
+    body = refuse_undone(body, settings.ignored_fields, supported)
+    body = normalise(body, settings.normalised)
     requests = dialect.parse(body, session, sees)
     left_out = requests[0].left_out
     unseen = left_out.unseen
-    if unseen and rules.unseen_parts == "refuse":
-        said = f"{unseen[0]} has a part that is not text; only text is supported"
+    if unseen and settings.unseen_parts == "refuse":
         raise WrongField(
             unseen[0],
-            f"{said}. Set rollout.unseen_parts to `replace`: a short text then replaces such parts.",
+            f"{unseen[0]} has a part that is not text; only text is supported. Set rollout.unseen_parts to "
+            "`replace`: a short text then replaces such parts.",
         )
     _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
     if len(data) > MAX_TOOLS_BYTES:
         check_size(requests[0].tools, "tools", MAX_TOOLS_BYTES)
-    spelled = turns.renderer.placeholder
-    told = {
-        CHARACTERS: is_mended,
-        PLACEHOLDERS: spelled is not None
-        and any(spelled.is_in(text) for request in requests for text in request.texts()),
-        "strict": asks_strictness(body),
-    }
-    kinds = [*left_out.kinds, *(kind for kind, is_so in told.items() if is_so)]
-    rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}
-    return Asked(rest, turns, session, requests, Counter(kinds) if kinds else {}, is_large)
+    kinds = [*left_out.kinds]
+    if is_mended:
+        kinds.append(CHARACTERS)
+    placeholder = turns.renderer.placeholder
+    if placeholder is not None and any(
+        placeholder.is_in(text) for request in requests for text in request.texts()
+    ):
+        kinds.append(PLACEHOLDERS)
+    if asks_strictness(body):
+        kinds.append("strict")
+    _, prompt_field = dialect.overflow
+    without_prompt = {name: value for name, value in body.items() if name != prompt_field}
+    return ParsedRequest(without_prompt, turns, session, requests, Counter(kinds) if kinds else {}, is_large)
 
 
 async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
@@ -212,23 +221,23 @@ async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
     if sight is None or not pictures:
         return
     if len(pictures) >= turns.spec.context_length:
-        # each takes a token at least: nothing is decoded in vain
+        # each picture has at least one token, so decoding can be spared
         raise ContextOverflow(len(pictures), turns.spec.context_length)
     await turns.media.complete(pictures, sight.limit(turns.spec.rollout.max_picture_tokens))
     pictures.clear()
 
 
 def restarted() -> ApiError:
-    told = "The run was started again while this request was read: send the request again."
-    return ApiError(503, told, retry_after_s=RETRY_AFTER_S)
+    sentence = "The run was started again while this request was read: send the request again."
+    return ApiError(503, sentence, retry_after_s=RETRY_AFTER_S)
 
 
-def _check_size(size: int, most: int = MAX_BODY_BYTES) -> None:
-    if size > most:
-        raise ApiError(413, f"The request body is over the limit of {most} bytes.")
+def _check_size(size: int, limit: int = MAX_BODY_BYTES) -> None:
+    if size > limit:
+        raise ApiError(413, f"The request body is over the limit of {limit} bytes.")
 
 
-async def read_body(receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
+async def read_body(receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
     """Raises ApiError 413 for a body of more bytes."""
     parts: list[bytes] = []
     size = 0
@@ -238,7 +247,7 @@ async def read_body(receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
             raise ApiError(400, "The client went away before its request was read.")
         parts.append(event.get("body", b""))
         size += len(parts[-1])
-        _check_size(size, most)
+        _check_size(size, limit)
         if not event.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -281,12 +290,12 @@ async def _stream(subscribers: list[Subscriber], reply: Reply, send: Send, reque
 
     await forward(reply.start(subscribers[0].turn.num_prompt_tokens))
     try:
-        answers = await _together(
-            _forward_turn(one, functools.partial(reply.piece, i), forward)
-            for i, one in enumerate(subscribers)
+        answers = await _await_all(
+            _forward_turn(subscriber, functools.partial(reply.piece, i), forward)
+            for i, subscriber in enumerate(subscribers)
         )
     except ApiError as error:
-        # the status line is sent: only the stream itself can still say what happened
+        # the status line is sent, so only the stream itself can report the error
         return await forward(reply.fail(error, request_id), more=False)
     ends = b"".join(reply.end_turn(i, answer) for i, answer in enumerate(answers))
     await forward(ends + reply.end(answers), more=False)
@@ -302,7 +311,7 @@ async def _forward_turn(
     return subscriber.turn.answer()
 
 
-async def _together(turns: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+async def _await_all(turns: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """All answers, or the first error, after which the other turns are not awaited."""
     first, *others = turns
     if not others:

@@ -1,6 +1,6 @@
-"""Keeps event streams open while nothing is sampled, and ends those that no client reads.
+"""Keeps event streams open while nothing is sampled, and ends streams that no client reads.
 
-Owns both limits, for every dialect. It sits between server and application and knows nothing of events but
+Owns both time limits, for every dialect. It sits between server and application, and of events it knows only
 that empty lines may come between them.
 """
 
@@ -12,13 +12,14 @@ from typing import Any
 from starlette.types import Message, Receive, Send
 
 KEEP_ALIVE_S = 10.0
-"""A stream that is silent for so long is sent an empty line: proxies and clients close silent streams."""
+"""Seconds of silence after which a stream is sent an empty line: proxies and clients close silent streams."""
 
 SLOW_READER_S = 60.0
-"""A client that reads nothing of its answer for so long is given up; its tokens wait in memory till then."""
+"""Seconds after which a client that reads nothing of its answer is given up. Its tokens wait in memory until
+then."""
 
-# not a comment, as event streams have them: to google-genai a line that is not empty begins an answer
-_LINE: Message = {"type": "http.response.body", "body": b"\n", "more_body": True}
+# empty, not a comment as usual in event streams: for google-genai any other line begins an answer
+_EMPTY_LINE: Message = {"type": "http.response.body", "body": b"\n", "more_body": True}
 
 
 class KeptAlive:
@@ -42,7 +43,7 @@ class KeptAlive:
         try:
             async with asyncio.timeout(SLOW_READER_S):
                 if self._line is not None:
-                    # one at a time, or a line could be sent after the end
+                    # otherwise the empty line could be sent after the end of the stream
                     await self._line
                 await self._send(message)
         except TimeoutError:
@@ -80,7 +81,7 @@ class KeptAlive:
             self._line = None
 
     def _give_up(self) -> None:
-        """Show the application a client that went away."""
+        """Make the client appear gone to the application."""
         self._gave_up = True
         self.close()
         if self._receiver is not None:
@@ -91,7 +92,7 @@ class KeptAlive:
         if loop.time() - self._last_sent >= KEEP_ALIVE_S:
             self._last_sent = loop.time()
             if not self._is_sending and (self._line is None or self._line.done()):
-                self._line = asyncio.ensure_future(self._send(_LINE))
+                self._line = asyncio.ensure_future(self._send(_EMPTY_LINE))
         self._timer = loop.call_at(self._last_sent + KEEP_ALIVE_S, self._tick)
 
 

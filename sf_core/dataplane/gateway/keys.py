@@ -39,7 +39,7 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.own_addresses import OwnAddresses
 
 KEY_HEADERS = (b"x-api-key", b"x-goog-api-key", b"authorization")
-"""The first that is sent counts."""
+"""The first of these headers that a request has counts."""
 
 # RFC 9110, section 11: a scheme has no case, and spaces may follow
 _SCHEME = re.compile(rb"\Abearer +", re.IGNORECASE)
@@ -47,14 +47,14 @@ _SCHEME = re.compile(rb"\Abearer +", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What a data plane knows of keys."""
+    """The keys of a data plane."""
 
     operator: str = field(repr=False)
     """The key that opens every route."""
     welcomes_strangers: bool = False
-    """Whether those who show no valid key are clients of the runs that have no key."""
+    """Whether callers without a valid key are clients of the runs that have no key."""
     addresses: OwnAddresses = field(default_factory=OwnAddresses)
-    """Where strangers may reach the data plane."""
+    """Addresses at which callers without a key may reach the data plane."""
 
     def of_session(self, spec: RunSpec, session_id: str) -> str:
         """Key of one session of a run. A restart of the data plane does not change the key; a run that starts
@@ -70,7 +70,7 @@ def _derive(key: str, text: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Caller:
     scope: Scope = field(repr=False)
-    given: bytes = field(repr=False)
+    sent_key: bytes = field(repr=False)
     """The whole key, as sent."""
     keys: Keys
     named_session: str | None
@@ -80,80 +80,80 @@ class Caller:
     def of(cls, scope: Scope, keys: Keys) -> Caller:
         headers = dict(scope["headers"])
         path = scope["path"]
-        sent = next(filter(None, map(headers.get, KEY_HEADERS)), b"")
-        given = _SCHEME.sub(b"", sent)
-        if not given and AGENTS_PATH.fullmatch(path):
+        header = next(filter(None, map(headers.get, KEY_HEADERS)), b"")
+        sent_key = _SCHEME.sub(b"", header)
+        if not sent_key and AGENTS_PATH.fullmatch(path):
             query = urllib.parse.parse_qsl(scope.get("query_string", b""))
-            given = dict(query).get(b"key", b"")
+            sent_key = dict(query).get(b"key", b"")
         session_id = named_in_path(path)
         if not session_id:
             named = headers.get(b"x-session-id")
-            if named is None and not _is_same(given, keys.operator):
-                named = _session_behind(given)
+            if named is None and not _equals_key(sent_key, keys.operator):
+                named = _session_in_key(sent_key)
             session_id = None if named is None else named.decode("latin-1")
-        return cls(scope, given, keys, session_id)
+        return cls(scope, sent_key, keys, session_id)
 
     @property
     def is_operator(self) -> bool:
         return self._shows(self.keys.operator)
 
     def is_client_of(self, spec: RunSpec) -> bool:
-        """Whether it may open sessions and groups of the run, and take turns outside of sessions."""
+        """Whether the caller may open sessions and groups of the run, and take turns outside of sessions."""
         if self.is_operator:
             return True
         return self.is_welcome if spec.clients_key is None else self._shows(spec.clients_key)
 
     @property
     def fault(self) -> str | None:
-        """Why it is refused as a stranger, because it may be a web page; None if it is none."""
+        """Why a caller without a key is refused: it may be a web page. None if it cannot be one."""
         return explain_page(Headers(scope=self.scope), self.keys.addresses)
 
     @property
     def is_welcome(self) -> bool:
-        """Whether it is a client of the runs that have no key, whatever it shows."""
+        """Whether the caller is a client of the runs that have no key, whichever key it shows."""
         return self.keys.welcomes_strangers and self.fault is None
 
     def is_agent_of(self, spec: RunSpec, session_id: str) -> bool:
-        """Whether it shows the key of this session."""
+        """Whether the caller shows the key of this session."""
         return self._shows(self.keys.of_session(spec, session_id))
 
     def shows_key_of(self, spec: RunSpec) -> bool:
-        """Whether it shows the key of the run, or that of the session which it names."""
+        """Whether the caller shows the key of the run, or the key of the session that it names."""
         named = self.named_session
         is_agent = named is not None and self.is_agent_of(spec, named)
         return is_agent or (spec.clients_key is not None and self._shows(spec.clients_key))
 
     def owns(self, spec: RunSpec, session: Session) -> bool:
-        """Whether it may read, reward and finish the session: the operator, and for a session that a client
-        opened, the clients of the run."""
-        is_clients = session.is_external and not session.by_operator
-        return self.is_operator or (is_clients and self.is_client_of(spec))
+        """Whether the caller may read, reward and finish the session. The operator may; in a session that a
+        client opened, the clients of the run may too."""
+        is_clients_session = session.is_external and not session.by_operator
+        return self.is_operator or (is_clients_session and self.is_client_of(spec))
 
     def works_in(self, spec: RunSpec, session: Session) -> bool:
-        """Whether it may ask for turns in the session."""
+        """Whether the caller may ask for turns in the session."""
         return self.is_agent_of(spec, session.session_id) or self.owns(spec, session)
 
     def refusal(self) -> ApiError:
-        """The error for a request that it may not send."""
+        """The error for a request that the caller may not send."""
         if self.keys.welcomes_strangers and (fault := self.fault) is not None:
             return ApiError(403, fault, code="foreign_page")
-        # by these words LiteLLM knows that it is the key
+        # LiteLLM recognises a wrong key by these words
         return ApiError(401, "Incorrect API key provided: it is missing or wrong.", code="invalid_api_key")
 
     def _shows(self, key: str) -> bool:
         # both are always compared, so that the time taken tells nothing about the key
-        return _is_same(self.given, key) | _is_same(self.given.rpartition(b":")[0], key)
+        return _equals_key(self.sent_key, key) | _equals_key(self.sent_key.rpartition(b":")[0], key)
 
 
-def _session_behind(given: bytes) -> bytes | None:
-    """The session id behind the last colon of a key."""
-    key, _, session_id = given.rpartition(b":")
+def _session_in_key(sent_key: bytes) -> bytes | None:
+    """The session id after the last colon of a key; None without a colon."""
+    key, _, session_id = sent_key.rpartition(b":")
     return session_id if key else None
 
 
-def _is_same(given: bytes, key: str) -> bool:
+def _equals_key(sent_key: bytes, key: str) -> bool:
     # an empty key opens nothing
-    return hmac.compare_digest(given, key.encode()) and bool(key)
+    return hmac.compare_digest(sent_key, key.encode()) and bool(key)
 
 
 class KeyCheck:
@@ -178,14 +178,15 @@ class KeyCheck:
             await send_body(send, error.status, orjson.dumps(body))
 
     def _may_pass(self, scope: Scope, caller: Caller) -> bool:
-        """Whether some route may answer. Which session it may use is decided where the session is found."""
+        """Whether some route may answer. Lookup decides about the session."""
         if scope["type"] == "websocket":
-            # engines are no pages, whatever key they show
+            # engines are not web pages, so a page is refused whichever key it shows
             origin = self._keys.addresses.find_foreign_origin(Headers(scope=scope))
             return caller.is_operator and origin is None
-        is_for_others = is_for_clients(scope["path"])
-        shows_key = caller.is_operator or (is_for_others and any(map(caller.shows_key_of, self._specs())))
-        may_pass = shows_key or (is_for_others and caller.is_welcome)
+        is_open_to_clients = is_for_clients(scope["path"])
+        shows_run_key = is_open_to_clients and any(map(caller.shows_key_of, self._specs()))
+        shows_key = caller.is_operator or shows_run_key
+        may_pass = shows_key or (is_open_to_clients and caller.is_welcome)
         if may_pass:
             note_caller(scope, shows_key=shows_key)
         return may_pass

@@ -16,7 +16,7 @@ from sf_core.dataplane.turns.live_turn import LiveTurns
 
 
 class Run(Protocol):
-    """A run as requests of agents find it."""
+    """The parts of a run that requests of agents use."""
 
     @property
     def turns(self) -> LiveTurns: ...
@@ -38,20 +38,21 @@ class Lookup(Generic[Host]):
 
     def find_session(self, scope: Scope, model: str) -> tuple[LiveTurns, Session]:
         """The session of a request. Without a session id it is a new external one, for this request alone, of
-        the newest run that serves this model. Raises ApiError, 503 if all that serve it have ended."""
+        the newest run that
+        serves this model. Raises ApiError, 503 if all runs that serve the model have ended."""
         caller: Caller = scope["caller"]
         if caller.named_session is None:
-            usable = self._usable(caller)
+            usable = self._usable_runs(caller)
             serving = [run for run in usable if run.turns.spec.served_model == model]
             if not serving:
-                served = sorted({run.turns.spec.served_model for run in usable})
-                others = f"; existing models: {', '.join(served)}" if served else ""
-                raise no_model(model, others or "; `sf serve RUN` serves the policy of a run that has ended")
+                models = sorted({run.turns.spec.served_model for run in usable})
+                remedy = "; `sf serve RUN` serves the policy of a run that has ended"
+                raise no_model(model, f"; existing models: {', '.join(models)}" if models else remedy)
             run = min(serving, key=lambda run: run.released)
             if run.released:
                 raise run.refusal()
             return run.turns, Session(f"{run.turns.spec.run_id}.adhoc.{next(self._unnamed_numbers)}")
-        run, session = self._named(caller.named_session, caller, caller.works_in)
+        run, session = self._find_named(caller.named_session, caller, caller.works_in)
         if model != run.turns.spec.served_model:
             raise no_model(model)
         return run.turns, session
@@ -59,24 +60,24 @@ class Lookup(Generic[Host]):
     def owned_session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
         """An open session that the caller may read, reward and finish, and its run. Raises ApiError 404, and
         401 if the caller may not."""
-        return self._named(session_id, caller, caller.owns)
+        return self._find_named(session_id, caller, caller.owns)
 
     def list_models(self, caller: Caller) -> list[str]:
         """Names of the models that the caller may use, in its session if it names one."""
         if caller.named_session is not None:
-            run, _ = self._named(caller.named_session, caller, caller.works_in)
+            run, _ = self._find_named(caller.named_session, caller, caller.works_in)
             return [run.turns.spec.served_model]
-        return sorted({run.turns.spec.served_model for run in self._usable(caller)})
+        return sorted({run.turns.spec.served_model for run in self._usable_runs(caller)})
 
-    def _usable(self, caller: Caller) -> list[Host]:
-        """The runs of which the caller is a client, newest first. Raises ApiError 401 if there are only
-        others."""
+    def _usable_runs(self, caller: Caller) -> list[Host]:
+        """The runs of which the caller is a client, newest first. Raises ApiError 401 if there are only other
+        runs."""
         usable = [run for run in reversed(self._runs.values()) if caller.is_client_of(run.turns.spec)]
         if self._runs and not usable:
             raise caller.refusal()
         return usable
 
-    def _named(
+    def _find_named(
         self, session_id: str, caller: Caller, is_allowed: Callable[[RunSpec, Session], bool]
     ) -> tuple[Host, Session]:
         for run in self._runs.values():
@@ -89,7 +90,7 @@ class Lookup(Generic[Host]):
         raise no_session(session_id)
 
     def _may_know(self, session_id: str, caller: Caller) -> bool:
-        """Whether the caller is told that a session is not there."""
+        """Whether the caller may learn that a session does not exist."""
         specs = [run.turns.spec for run in self._runs.values()]
         is_known = any(caller.is_client_of(spec) or caller.is_agent_of(spec, session_id) for spec in specs)
         return is_known or caller.is_operator or caller.is_welcome
@@ -99,6 +100,6 @@ def no_session(session_id: str) -> ApiError:
     return ApiError(404, f"Session {session_id} is unknown or has ended.", code="session_not_found")
 
 
-def no_model(model: str, when: str = "") -> ApiError:
-    message = f"The model {model!r} does not exist here{when}."
+def no_model(model: str, remedy: str = "") -> ApiError:
+    message = f"The model {model!r} does not exist here{remedy}."
     return ApiError(404, message, code="model_not_found", param="model")

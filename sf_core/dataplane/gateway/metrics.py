@@ -1,14 +1,14 @@
-"""Prometheus metrics counted as requests are served; control/metrics.py has those collected on demand."""
+"""Prometheus metrics that are counted while requests are served. control/metrics.py has the metrics that are
+collected on demand."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
-_OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+_OVERHEAD_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 
-
-_ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+_ENGINE_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 class Metrics:
@@ -31,19 +31,19 @@ class Metrics:
         self.overhead = Histogram(
             "sf_gateway_overhead_seconds",
             "Time of a request outside the router: reading, rendering and answering.",
-            buckets=_OVERHEAD_S,
+            buckets=_OVERHEAD_BUCKETS_S,
             registry=registry,
         )
         self.waiting = Histogram(
             "sf_wait_seconds",
             "Time until the first engine received a turn.",
-            buckets=_ENGINE_S,
+            buckets=_ENGINE_BUCKETS_S,
             registry=registry,
         )
         self.engine = Histogram(
             "sf_engine_seconds",
             "Time from the first engine that received a turn to its end, interruptions included.",
-            buckets=_ENGINE_S,
+            buckets=_ENGINE_BUCKETS_S,
             registry=registry,
         )
         self.prompt_tokens = Counter(

@@ -1,7 +1,7 @@
 """Observes every request of an agent: metrics, one trace span per turn, and its stream kept alive.
 
-Owns what is noted of an exchange, for every dialect alike. Routes know nothing of it: it wraps the
-application, and learns the turns of a request from the router (`asked_by_request`).
+Owns the record of an exchange, for every dialect alike. Routes know nothing of it: it wraps the application,
+and learns the turns of a request from the router (`asked_by_request`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.routing.generation import Generation, asked_by_request
 
 CLIENT_GONE = 499
-"""Status counted for a client that went away before its answer began."""
+"""Status that is counted for a client that went away before its answer began."""
 
 _tracer = trace.get_tracer("seamlessflow")
 _propagator = TraceContextTextMapPropagator()
@@ -48,9 +48,9 @@ class Observed:
         finally:
             asked_by_request.reset(token)
             exchange.close()
-            self._note(dialect.name, scope, exchange)
+            self._record(dialect.name, scope, exchange)
 
-    def _note(self, dialect: str, scope: Scope, exchange: _Exchange) -> None:
+    def _record(self, dialect: str, scope: Scope, exchange: _Exchange) -> None:
         metrics = self._metrics
         headers = dict(scope["headers"])
         metrics.requests.labels(dialect, exchange.status).inc()
@@ -60,8 +60,8 @@ class Observed:
         if not turns:
             return
         # turns of one request run concurrently
-        with_router = max(turn.over_at for turn in turns) - min(turn.submitted_at for turn in turns)
-        metrics.overhead.observe(time.monotonic() - exchange.began_at - with_router)
+        router_s = max(turn.over_at for turn in turns) - min(turn.submitted_at for turn in turns)
+        metrics.overhead.observe(time.monotonic() - exchange.began_at - router_s)
         context = _trace_context(headers)
         for turn in turns:
             if turn.started_at:
@@ -91,16 +91,16 @@ class _Exchange:
 
 
 def _give_id(scope: Scope, send: Send) -> Send:
-    """Give the request an id, and a `send` that tells it to the client."""
+    """Give the request an id, and return a `send` that adds the id to the response."""
     scope["request_id"] = f"req_{secrets.token_hex(12)}"
-    name = scope["request_id"].encode()
+    request_id = scope["request_id"].encode()
 
-    async def send_named(message: Message) -> None:
+    async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], *((header, name) for header in ID_HEADERS)]
+            message["headers"] = [*message["headers"], *((header, request_id) for header in ID_HEADERS)]
         await send(message)
 
-    return send_named
+    return send_with_id
 
 
 def _trace_context(headers: dict[bytes, bytes]) -> Context:
@@ -112,7 +112,7 @@ def _trace_context(headers: dict[bytes, bytes]) -> Context:
 
 def _record_span(dialect: str, turn: Generation, context: Context) -> None:
     """Record a turn's span; costs next to nothing without a configured OpenTelemetry SDK."""
-    to_unix = time.time() - time.monotonic()
+    unix_minus_monotonic = time.time() - time.monotonic()
     span = _tracer.start_span(
         "turn",
         context,
@@ -128,6 +128,6 @@ def _record_span(dialect: str, turn: Generation, context: Context) -> None:
             "gen_ai.usage.input_tokens": len(turn.request.prompt_ids),
             "gen_ai.usage.output_tokens": len(turn.token_ids),
         },
-        start_time=round((turn.submitted_at + to_unix) * 1e9),
+        start_time=round((turn.submitted_at + unix_minus_monotonic) * 1e9),
     )
-    span.end(round((turn.over_at + to_unix) * 1e9))
+    span.end(round((turn.over_at + unix_minus_monotonic) * 1e9))

@@ -1,5 +1,5 @@
-"""The order of a session's requests: each is read and opened before the next one begins to be, although a
-large one waits for threads meanwhile. Their answers come in any order."""
+"""The order of a session's requests. Each request is read and opened before the next one, even if it is large
+and waits for threads. Their answers come in any order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class Order:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, session_id: str | None) -> AbstractAsyncContextManager[None]:
-        """Entered by the requests of a session one by one, as they come. None: a session of its own."""
+        """A context that the requests of a session enter one by one, in the order of their arrival. None: the
+        request has a session of its own."""
         if session_id is None:
             return nullcontext()
         lock = self._locks.get(session_id)

@@ -1,5 +1,5 @@
-"""Says why a request without a valid key may be that of a web page. With a key this does not matter: no page
-knows one."""
+"""Explains why a request without a valid key may come from a web page. With a key this does not matter: no
+page knows a key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sf_core.own_addresses import OwnAddresses
 
 
 def explain_page(headers: Mapping[str, str], own: OwnAddresses) -> str | None:
-    """Why the request may be that of a page of another site, in one sentence; None if it cannot be."""
+    """Why the request may come from a page of another site, in one sentence; None if it cannot."""
     if (host := own.find_foreign_host(headers)) is not None:
         return (
             "The data plane answers requests without a valid key only under a loopback name, not under "

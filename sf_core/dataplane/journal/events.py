@@ -1,6 +1,7 @@
-"""The form of events in a journal, as MessagePack: the name of the event, then its fields in order.
+"""The encoding of events in a journal, as MessagePack: the tag of the event, then its fields in order.
 
-Token ids and log-probs are the bytes of their arrays. Keys are in clear: nobody else may read a journal.
+Token ids and log-probs are the bytes of their arrays. Keys are in plain text: no other user may read a
+journal.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from storage.json_files import first_fault
 
 
 class Event(msgspec.Struct, array_like=True):
-    """Something that happened to a run, with all that its effect needs.
+    """An event of a run, with all facts that are needed to repeat its effect.
 
     Each kind names the tag that journals hold, so that a class may be renamed.
     """
 
 
 def reader(kind: Any) -> Callable[[bytes], Any]:
-    """Function that reads a value of this type, or union of types; it raises ValueError for any other."""
-    return msgspec.msgpack.Decoder(kind, dec_hook=_read).decode
+    """A function that decodes a value of this type, or union of types. It raises ValueError for other
+    values."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_field).decode
 
 
-def _read(kind: Any, data: Any) -> Any:
-    # an alias of numpy 2.5 on Python 3.12 does not equal this one, to which msgspec has resolved it
+def _decode_field(kind: Any, data: Any) -> Any:
+    # compared by origin: an alias of numpy 2.5 on Python 3.12 does not equal the type that msgspec passes
     if get_origin(kind) is np.ndarray:
         _shape, dtype = get_args(kind)
         return np.frombuffer(data, *get_args(dtype))
@@ -38,7 +40,7 @@ def _read(kind: Any, data: Any) -> Any:
         raise ValueError(first_fault(error)) from None
 
 
-def _plain(value: Any) -> Any:
+def _encode_field(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, BaseModel):
@@ -48,4 +50,4 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{value!r} cannot be recorded")
 
 
-encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_encode_field).encode

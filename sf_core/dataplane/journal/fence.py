@@ -1,6 +1,6 @@
 """Asks the run directory whether a later attempt of a run has begun, perhaps at another data plane.
 
-A plane that owns the journal in the run directory needs no question: no other plane can have opened the run.
+A data plane that owns the journal in the run directory need not ask: no other plane can have opened the run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ANSWER_S = 30.0
 
 
 class Fence:
-    """One question at a time, in a thread. Those who come during a question share the next one, because the
-    answer must be newer than what they ask for."""
+    """Asks one question at a time, in a thread. Callers during a question share the next one, because the
+    answer must be newer than their call."""
 
     def __init__(self, is_superseded: Callable[[], bool]) -> None:
         self._is_superseded = is_superseded
@@ -25,8 +25,8 @@ class Fence:
         self._next: asyncio.Future[bool] | None = None
 
     async def has_passed(self) -> bool:
-        """Whether a later attempt had begun when a question was asked that began after this call. Raises
-        ApiError 503 if the storage does not answer."""
+        """Whether a later attempt has begun, by a question that began after this call. Raises ApiError 503 if
+        the storage does not answer."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._ask())
         try:

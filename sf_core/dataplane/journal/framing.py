@@ -1,4 +1,4 @@
-"""How records follow each other in the file of a journal: length, CRC-32, payload."""
+"""The frames of a journal's file. Each frame holds a record: length, CRC-32, payload."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def frame_payload(payload: bytes) -> bytes:
 
 
 def frames(file: BinaryIO) -> Iterator[bytes]:
-    """Frames of a file up to the first that is broken."""
+    """Frames of a file, up to the first broken one."""
     while len(header := file.read(_HEADER.size)) == _HEADER.size:
         length, checksum = _HEADER.unpack(header)
-        # a length of zero is what a file system leaves where nothing was written
-        if not 0 < length <= os.fstat(file.fileno()).st_size - file.tell():
+        num_left = os.fstat(file.fileno()).st_size - file.tell()
+        # a file system leaves zeros where nothing was written
+        if not 0 < length <= num_left:
             return
         payload = file.read(length)
         if zlib.crc32(payload) != checksum:

@@ -1,11 +1,11 @@
-"""The append-only journal of what must survive the data plane's death.
+"""The append-only journal of all events that must survive the end of the data plane.
 
-Owns the order of writes, fsync, and retries while the disk fails. A record is an event; which events there
-are, whoever reads a journal knows.
+Owns the order of writes, fsync, and retries while the disk fails. A record is an event; the reader of a
+journal knows the types of events.
 
-Records that the disk does not take stay in memory, in their order, and are retried until written: the file
-never lacks a record that a later one builds on. Callers go on waiting meanwhile; `failure` says why. If the
-journal is another process's (ownership.py), nothing is retried, and callers are refused.
+Records that the disk refuses stay in memory, in their order, and are retried until written: the file never
+lacks a record on which a later one builds. Callers wait meanwhile; `failure` gives the reason. If another
+process owns the journal (ownership.py), nothing is retried, and callers are refused.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ Waiter = asyncio.Future[None]
 T = TypeVar("T")
 E = TypeVar("E")
 Compaction = tuple[Sequence[Event], Callable[[E], bool]]
-"""Events that begin a compacted journal, and a predicate for the old ones to keep after them."""
+"""Events that begin a compacted journal, and a predicate for the old events that follow them."""
 
 
 GATHER_S = 0.005
+"""Seconds for which fsync "group" collects records before it forces them to disk."""
 
 RETRY_S = 0.5
 """Seconds between retries of a write that failed."""
 
 UNSYNCED_BYTES = PIECE_BYTES
-"""As many unsynced bytes trigger an fsync."""
+"""Number of unsynced bytes that triggers an fsync."""
 
 
 class Journal:
     """Appends from one event loop, in order. The loop hands bytes to the kernel, which takes microseconds;
     one thread does the slow work: fsync, reading, rewriting. Writes during an fsync share the next one.
 
-    It is owned from the first read or append until `rest` or `close`. All methods that read or wait raise
-    ApiError 409 if another process has it."""
+    This process owns it from the first read or append until `rest` or `close`. All methods that read or
+    wait raise ApiError 409 if another process owns it."""
 
     def __init__(self, path: Path, fsync: Fsync = "turn", owner: Owner | None = None) -> None:
         self.path = path
         self.failure: OSError | None = None
         """Why the journal cannot be written; None while it can."""
         self.num_failures = 0
-        """How often writing has begun to fail."""
+        """Number of times that writing has begun to fail."""
         self.watchers: set[Signal] = set()
         """Notified when writing begins to fail."""
         self._failed_at = 0.0
@@ -66,14 +67,16 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._file = JournalFile(path, owner or Owner())
         self._exclusive = asyncio.Lock()
-        """Held while the thread works on the whole file; what is appended meanwhile is written afterwards."""
+        """Locked while the thread works on the whole file; events appended meanwhile are written
+        afterwards."""
         self._frames: list[bytes] = []
-        """Frames that are not written yet, whether or not something waits for them."""
+        """Frames that are not written yet, whether or not a caller waits for them."""
         self._written: list[bytes] = []
         """Frames that are written but not known to be on disk: a failed fsync may have lost them."""
         self._for_kernel: list[Waiter] = []
+        """Waiters for `_frames` to be written."""
         self._for_disk: list[Waiter] = []
-        """Waiters for `_frames` to be written, and those for them to be on disk."""
+        """Waiters for `_frames` to be on disk."""
         self._unsynced: list[Waiter] = []
         """Waiters whose frames are written but not on disk."""
         self._write_is_due = False
@@ -82,48 +85,49 @@ class Journal:
         self._syncing: asyncio.Task[None] | None = None
 
     async def replay(self, read: Callable[[bytes], E]) -> AsyncGenerator[E, None]:
-        """All intact records, oldest first, read piece by piece: appends go on in between. The file is cut at
-        a broken record, whose write was torn. Raises ApiError 503 while the journal cannot be written, and
-        409 if `read` raises ValueError."""
-        pieces = self._file.read(partial(self._event_of, read))
+        """All intact records, oldest first, read piece by piece: appends go on in between. The file is
+        truncated at a broken record, whose write was torn. Raises ApiError 503 while the journal cannot be
+        written, and 409 if `read` raises ValueError."""
+        pieces = self._file.read(partial(self._decode, read))
         while piece := await self._exclusively(lambda: partial(next, pieces, None)):
             for event in piece:
                 yield event
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is another process's, or was given up. Opened anew, it may be this process's again."""
+        """Whether another process owns the journal, or this one gave it up. This process may own it again
+        once it opens it anew."""
         return isinstance(self.failure, NotOwnedError)
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether no other process can own it now."""
+        """Whether no other process can own the journal now."""
         return self._file.ownership.is_enforced
 
     def name_attempt(self, attempt: int) -> None:
-        """Tell processes that want the journal which attempt of the run works with it."""
+        """Tell other processes that want the journal the attempt of the run that uses it."""
         self._file.ownership.name_attempt(attempt)
 
     async def rest(self) -> None:
-        """Let other processes own it until the next read or append, which find out if one did."""
+        """Let other processes own the journal until the next read or append, which finds out if one did."""
         if self._file.ownership.is_held and not self.is_lost:
             await self.flush()
             await self._exclusively(lambda: self._file.rest)
 
     async def resume(self) -> bool:
-        """Own it again. False if it is lost: it is to be closed and opened anew."""
+        """Own the journal again. False if it is lost: then it must be closed and opened anew."""
         with suppress(ApiError):
             await self._exclusively(lambda: self._file.resume)
         return not self.is_lost
 
     async def give_up(self, error: NotOwnedError) -> None:
-        """Write nothing from now on, and let other processes own it."""
-        self._lose(error)
+        """Write nothing from now on, and let other processes own the journal."""
+        self._mark_lost(error)
         async with self._exclusive:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._file.rest)
 
     def note(self, event: Event) -> None:
-        """Write an event with the next append: for events that only matter once another follows."""
+        """Write an event together with the next append, for events that only matter once another follows."""
         self._frames.append(frame(event))
 
     async def append(self, event: Event) -> None:
@@ -146,11 +150,12 @@ class Journal:
         await self._write_soon(self._for_disk if self._fsync == "chunk" else self._for_kernel)
 
     async def compact(self, read: Callable[[bytes], E], choose: Callable[[], Compaction[E]]) -> None:
-        """Rewrite the journal as `choose` says. It is called when no other compaction is under way: earlier
-        appends are in the file then, and later ones will follow the compacted part. Its predicate is called
-        in the thread. If rewriting fails, for lack of room say, the journal stays as it is."""
+        """Rewrite the journal with the events that `choose` returns. `choose` is called when no other
+        compaction is in progress: earlier appends are in the file then, and later ones will follow the
+        compacted part. Its predicate is called in the thread. If rewriting fails, for example because the
+        disk is full, the journal stays as it is."""
         try:
-            await self._exclusively(lambda: self._rewriting(read, *choose()))
+            await self._exclusively(lambda: self._make_rewrite(read, *choose()))
             self._written.clear()
         except (ApiError, OSError) as error:
             log.warning("%s cannot be compacted: %s", self.path, error)
@@ -162,7 +167,7 @@ class Journal:
 
     async def attend(self, work: Awaitable[T]) -> T:
         """Await `work`, which appends. Raises ApiError 503 if the journal cannot be written meanwhile; the
-        work then goes on in the background until it can."""
+        work then continues in the background until the journal can be written."""
         working = asyncio.ensure_future(work)
         while not working.done():
             signal = Signal()
@@ -200,7 +205,7 @@ class Journal:
         waiter = loop.create_future()
         waiting.append(waiter)
         if not self._write_is_due:
-            # what else is appended in this turn of the loop shares the write
+            # events that are appended in the same iteration of the event loop share the write
             self._write_is_due = True
             loop.call_soon(self._write_if_free)
         return waiter
@@ -218,7 +223,7 @@ class Journal:
             if self._frames:
                 self._file.append(b"".join(self._frames))
         except OSError as error:
-            return self._fail(error)
+            return self._handle_failure(error)
         self._end_retrying()
         self._written += self._frames
         self._unsynced += self._for_disk
@@ -226,9 +231,10 @@ class Journal:
         self._frames = []
         self._for_kernel = []
         self._for_disk = []
-        _settle(written)
-        is_due = self._unsynced or self.failure or self._file.end > self._file.synced_end + UNSYNCED_BYTES
-        if is_due and self._syncing is None:
+        _resolve(written)
+        num_unsynced_bytes = self._file.end - self._file.synced_end
+        must_sync = self._unsynced or self.failure or num_unsynced_bytes > UNSYNCED_BYTES
+        if must_sync and self._syncing is None:
             self._syncing = asyncio.ensure_future(self._sync_all())
 
     async def _sync_all(self) -> None:
@@ -244,31 +250,32 @@ class Journal:
                 try:
                     await loop.run_in_executor(self._thread, self._file.sync)
                 except OSError as error:
-                    return self._take_back(waiting, error)
+                    return self._requeue_unsynced(waiting, error)
                 del self._written[:num_frames]
                 self._file.synced_end = end
-                _settle(waiting)
+                _resolve(waiting)
                 if self._retry is None:
-                    self._recover()
+                    self._clear_failure()
                 if not self._unsynced:
                     return
         finally:
             self._syncing = None
 
-    def _take_back(self, waiting: list[Waiter], error: OSError) -> None:
-        """Queue unsynced frames again: a failed fsync may have discarded them; the next would not tell."""
+    def _requeue_unsynced(self, waiting: list[Waiter], error: OSError) -> None:
+        """Queue unsynced frames again: a failed fsync may have discarded them, and the next fsync would
+        succeed all the same."""
         self._frames[:0] = self._written
         self._written = []
         self._for_disk[:0] = waiting + self._unsynced
         self._unsynced = []
         self._file.end = self._file.synced_end
-        self._fail(error)
+        self._handle_failure(error)
 
-    def _fail(self, error: OSError) -> None:
+    def _handle_failure(self, error: OSError) -> None:
         self._end_retrying()
         if isinstance(error, NotOwnedError):
             self._file.ownership.free()
-            return self._lose(error)
+            return self._mark_lost(error)
         self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_if_free)
         if self.failure is None:
             self.failure = error
@@ -277,8 +284,8 @@ class Journal:
             log.error("%s cannot be written: %s; retried every %g s", self.path, error, RETRY_S)
             self._notify()
 
-    def _lose(self, error: NotOwnedError) -> None:
-        """Refuse all that waits and all that comes."""
+    def _mark_lost(self, error: NotOwnedError) -> None:
+        """Refuse all waiting callers and all later ones."""
         if not self.is_lost:
             log.error("%s (journal %s)", error, self.path)
             self.failure = error
@@ -291,7 +298,7 @@ class Journal:
         self._frames = []
         self._for_kernel = []
         self._for_disk = []
-        _settle(waiting, self._refusal(error))
+        _resolve(waiting, self._refusal(error))
 
     def _notify(self) -> None:
         for signal in self.watchers:
@@ -313,7 +320,7 @@ class Journal:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _recover(self) -> None:
+    def _clear_failure(self) -> None:
         if self.failure is not None and not self.is_lost:
             self.failure = None
             log.warning(
@@ -321,7 +328,8 @@ class Journal:
             )
 
     async def _exclusively(self, prepare: Callable[[], Callable[[], T]]) -> T:
-        """Run the prepared work in the thread, alone on the file, which has all that was appended before."""
+        """Run the prepared work in the thread, with no other work on the file. All earlier appends are in the
+        file then."""
         try:
             async with self._exclusive:
                 self._write()
@@ -331,17 +339,17 @@ class Journal:
                 self.check()
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except NotOwnedError as error:
-            self._fail(error)
+            self._handle_failure(error)
             raise self._refusal(error) from None
         finally:
             self._write_if_free()
 
-    def _rewriting(
+    def _make_rewrite(
         self, read: Callable[[bytes], E], head: Sequence[Event], keep: Callable[[E], bool]
     ) -> Callable[[], None]:
         return partial(self._file.rewrite, map(frame, head), lambda data: keep(read(data)))
 
-    def _event_of(self, read: Callable[[bytes], E], data: bytes) -> E:
+    def _decode(self, read: Callable[[bytes], E], data: bytes) -> E:
         try:
             return read(data)
         except ValueError as error:
@@ -355,12 +363,12 @@ class Journal:
 
 
 def _log_error(work: asyncio.Future[Any]) -> None:
-    """Log the error of abandoned work, whose caller has been told to retry."""
+    """Log the error of abandoned work, whose caller was told to retry."""
     if not work.cancelled() and (error := work.exception()) is not None:
         log.warning("work that its caller no longer awaits failed: %s", error)
 
 
-def _settle(waiters: list[Waiter], error: ApiError | None = None) -> None:
+def _resolve(waiters: list[Waiter], error: ApiError | None = None) -> None:
     for waiter in waiters:
         if waiter.done():  # cancelled: its client went away
             continue

@@ -1,10 +1,11 @@
-"""The file of a journal: reading, appending and rewriting it, by the one process that owns it.
+"""The file of a journal: reading, appending and rewriting it, by the process that owns it.
 
-Owns that nothing is cut off or replaced that another process wrote: the file must be the one that this
-process left, and as long as it left it, but for the beginning of an own write that failed.
+Owns that no data of another process is truncated or replaced. The file must be the file that this process
+left, with the length that it left, except for the beginning of a failed write of its own.
 
-Where nothing locks, an earlier owner may still append. A process therefore writes only to a file that it
-made: before its first write it copies what it has read, and an earlier owner finds another file in its place.
+Where locks have no effect, an earlier owner may still append. A process therefore writes only to a file that
+it made: before its first write it copies the records that it has read, so an earlier owner finds another file
+at the path.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ PIECE_BYTES = 4 * 2**20
 """Bytes in memory at a time while a journal is read."""
 
 
-class _Identity(NamedTuple):
-    """What a rename changes about the file at a path."""
+class _FileIdentity(NamedTuple):
+    """Identifies the file at a path. A rename onto the path changes it."""
 
     device: int
     inode: int
 
     @classmethod
-    def of(cls, stat: os.stat_result) -> _Identity:
+    def from_stat(cls, stat: os.stat_result) -> _FileIdentity:
         return cls(stat.st_dev, stat.st_ino)
 
 
@@ -47,14 +48,17 @@ class JournalFile:
     def __init__(self, path: Path, owner: Owner) -> None:
         self.path = path
         self.ownership = Ownership(path, owner)
-        self.end = self.synced_end = 0
-        """Bytes of the file that are valid, and that are on disk."""
-        self._reach = 0
-        """Where the last write of this process would have ended: what is between is a torn write."""
-        self._identity: _Identity | None = None
-        """Identity of the file that this process left. None: this process has seen that there is no file."""
+        self.end = 0
+        """Number of bytes of the file that are valid."""
+        self.synced_end = 0
+        """Number of bytes of the file that are on disk."""
+        self._expected_end = 0
+        """Where the last write of this process would have ended: bytes between `end` and this are a torn
+        write."""
+        self._identity: _FileIdentity | None = None
+        """Identity of the file that this process left. None: this process found no file."""
         self._is_known = False
-        """Whether `end` and `_identity` are those of the file that this process left, or has read."""
+        """Whether `end` and `_identity` describe the file that this process left, or has read."""
         self._is_made = False
         """Whether this process made the file."""
         self._file: FileIO | None = None
@@ -66,32 +70,34 @@ class JournalFile:
         self.ownership.take()
         try:
             if self._is_known:
-                self._refuse_changed()
+                self._check_unchanged()
         except BaseException:
             self.ownership.free()
             raise
 
     def read(self, decode: Callable[[bytes], E]) -> Iterator[list[E]]:
-        """All intact records, piece by piece. The file is cut at a broken record, whose write was torn."""
+        """All intact records, piece by piece. The file is truncated at a broken record, whose write was
+        torn."""
         if not self.path.exists() and not self._is_known:
-            # nothing to own yet: a run that is refused leaves nothing behind
-            self._know(None, 0)
+            # there is nothing to own so far, and a run that is refused must leave no files
+            self._remember(None, 0)
         if self._is_known and self._identity is None:
             return
         self.take()
         if self._is_known:
-            self._refuse_changed()
+            self._check_unchanged()
         with open(self.path, "r+b", opener=private) as file:
             piece: list[E] = []
-            end = intact = 0
+            piece_start = 0
+            end = 0
             for data in self._known_frames(file):
                 piece.append(decode(payload(data)))
-                intact += len(data)
-                if intact >= end + PIECE_BYTES:
+                end += len(data)
+                if end >= piece_start + PIECE_BYTES:
                     yield piece
                     piece = []
-                    end = intact
-            self._end_read(file, intact)
+                    piece_start = end
+            self._finish_reading(file, end)
         if piece:
             yield piece
 
@@ -104,18 +110,19 @@ class JournalFile:
                 return
             yield data
 
-    def _end_read(self, file: BinaryIO, intact: int) -> None:
+    def _finish_reading(self, file: BinaryIO, intact: int) -> None:
+        """Truncate the file after its `intact` bytes, if no other process writes to it."""
         stat = os.fstat(file.fileno())
         if self._is_ours:
             if self._is_known:
-                self._refuse_size(stat.st_size)
+                self._check_size(stat.st_size)
             if excess := stat.st_size - intact:
                 log.warning("%s: removed %d bytes of an incomplete or corrupt end", self.path, excess)
                 file.truncate(intact)
                 self._close()
-                self._know(stat, intact)
+                self._remember(stat, intact)
         if not self._is_known:
-            self._know(stat, intact)
+            self._remember(stat, intact)
 
     @property
     def _is_ours(self) -> bool:
@@ -127,36 +134,36 @@ class JournalFile:
             self._open()
         assert self._file is not None
         size = self._file.seek(0, os.SEEK_END)
-        self._refuse_size(size)
+        self._check_size(size)
         if size != self.end:
-            # half a frame in the middle would hide all that is appended later
+            # a torn frame in the middle would hide all later frames
             self._file.truncate(self.end)
-        self._reach = self.end + len(data)
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
-        self.end = self._reach
+        self._expected_end = self.end + len(data)
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
+        self.end = self._expected_end
 
     def sync(self) -> None:
         # closed by a rewrite, which has forced the file to disk
         if self._file is not None:
             os.fdatasync(self._file.fileno())
-            # after the write: who replaces the file from now on has read what is acknowledged
-            self._refuse_replaced()
+            # after the write: a process that replaces the file from now on has read all acknowledged records
+            self._check_not_replaced()
 
     def rewrite(self, head: Iterable[bytes], keep: Callable[[bytes], bool]) -> None:
-        """Replace the content with `head` and the old frames that are to be kept after it."""
+        """Replace the content with `head`, followed by the old frames for whose payload `keep` is true."""
         if self._file is None:
             self._open()
-        self._refuse_changed()
+        self._check_unchanged()
         with open(self.path, "rb", opener=private) as before:
             self._replace(before, head, (data for data in frames(before) if keep(payload(data))))
 
     def resume(self) -> None:
-        """Own the file again, if it is as this process left it."""
+        """Own the file again, if it is unchanged."""
         self.take()
         if self._is_known:
-            self._refuse_changed()
+            self._check_unchanged()
 
     def rest(self) -> None:
         """Let other processes own the file until this one appends, reads or rewrites again."""
@@ -170,70 +177,72 @@ class JournalFile:
         self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes
         stat = os.fstat(self._file.fileno())
         if not self._is_known or (self._identity is None and stat.st_size == 0):
-            self._know(stat, stat.st_size)
+            self._remember(stat, stat.st_size)
             self._is_made = True
             self._sync_folder()
 
     def _copy(self) -> None:
-        """Make a file of what this process has read."""
+        """Replace the file by a new one with the records that this process has read."""
         with open(self.path, "rb", opener=private) as before:
-            self._refuse_other(os.fstat(before.fileno()))
+            self._check_identity(os.fstat(before.fileno()))
             self._replace(before, (), self._known_frames(before))
 
-    def _replace(self, before: BinaryIO, head: Iterable[bytes], kept: Iterable[bytes]) -> None:
-        # another process may make one too where nothing locks
+    def _replace(self, before: BinaryIO, head: Iterable[bytes], retained_frames: Iterable[bytes]) -> None:
+        # where locks have no effect, another process may make a temporary file at the same time
         temporary = self.path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
             with open(temporary, "wb", opener=private) as file:
                 file.writelines(head)
-                file.writelines(kept)
+                file.writelines(retained_frames)
                 file.flush()
                 os.fsync(file.fileno())
                 stat = os.fstat(file.fileno())
             if not os.path.samestat(os.stat(self.path), os.fstat(before.fileno())):
-                raise self._changed()
+                raise self._changed_error()
             os.replace(temporary, self.path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         self._close()
-        self._know(stat, stat.st_size)
+        self._remember(stat, stat.st_size)
         self._is_made = True
         self._sync_folder()
 
-    def _know(self, stat: os.stat_result | None, end: int) -> None:
-        """Take this file, up to `end`, for the one that this process left."""
-        self._identity = None if stat is None else _Identity.of(stat)
-        self.end = self.synced_end = self._reach = end
+    def _remember(self, stat: os.stat_result | None, end: int) -> None:
+        """Remember this file, up to `end`, as the file that this process left."""
+        self._identity = None if stat is None else _FileIdentity.from_stat(stat)
+        self.end = end
+        self.synced_end = end
+        self._expected_end = end
         self._is_known = True
 
-    def _refuse_changed(self) -> None:
+    def _check_unchanged(self) -> None:
         """Raises NotOwnedError unless the file at the path is as this process left it."""
-        stat = self._refuse_replaced()
+        stat = self._check_not_replaced()
         if stat is not None and self._is_ours:
-            self._refuse_size(stat.st_size)
+            self._check_size(stat.st_size)
 
-    def _refuse_replaced(self) -> os.stat_result | None:
-        """Raises NotOwnedError unless the file at the path is the one that this process left; None: there is
+    def _check_not_replaced(self) -> os.stat_result | None:
+        """Raises NotOwnedError unless the file at the path is the file that this process left. None: there is
         still no file."""
         try:
             stat = os.stat(self.path)
         except FileNotFoundError:
             if self._identity is None:
                 return None
-            raise self._changed() from None
-        self._refuse_other(stat)
+            raise self._changed_error() from None
+        self._check_identity(stat)
         return stat
 
-    def _refuse_other(self, stat: os.stat_result) -> None:
-        if self._is_known and _Identity.of(stat) != self._identity:
-            raise self._changed()
+    def _check_identity(self, stat: os.stat_result) -> None:
+        if self._is_known and _FileIdentity.from_stat(stat) != self._identity:
+            raise self._changed_error()
 
-    def _refuse_size(self, size: int) -> None:
-        if not self.end <= size <= self._reach:
-            raise self._changed()
+    def _check_size(self, size: int) -> None:
+        if not self.end <= size <= self._expected_end:
+            raise self._changed_error()
 
-    def _changed(self) -> NotOwnedError:
+    def _changed_error(self) -> NotOwnedError:
         return NotOwnedError(
             f"another process changed, moved or removed {self.path} while this data plane had the run "
             "open, so this data plane records nothing more of the run: start the flow of the run again to "
@@ -243,7 +252,7 @@ class JournalFile:
 
     def _sync_folder(self) -> None:
         """Force the name of the file to disk."""
-        # not every file system can
+        # not every file system supports this
         with suppress(OSError):
             folder = os.open(self.path.parent, os.O_RDONLY)
             try:
@@ -258,5 +267,6 @@ class JournalFile:
 
 
 def private(path: str, flags: int) -> int:
-    """Opener of files that no other user may read: they hold keys of runs and private data of agents."""
+    """Opener of files that no other user may read, because they hold keys of runs and private data of
+    agents."""
     return open_own(path, flags, 0o600)

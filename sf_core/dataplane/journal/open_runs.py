@@ -1,4 +1,4 @@
-"""The list of runs that a data plane serves, for the process that takes its place."""
+"""The list of runs that a data plane serves, for the process that replaces it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from storage.locks import FileLock, HeldError
 
 
 class OpenRuns:
-    """Paths of the journals of the runs that a restart must reopen by itself, in one small file. A lock lets
-    only one process at a time use the folder."""
+    """Paths of the journals of the runs that a restart must reopen without a request, in one small file. A
+    lock lets only one process at a time use the folder."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError if another data plane works in this folder."""
@@ -28,7 +28,7 @@ class OpenRuns:
 
     @property
     def journals(self) -> list[Path]:
-        # a run directory may have been removed meanwhile
+        # a run directory may have been removed since
         return [path for path in map(Path, self._journals.values()) if path.exists()]
 
     def add(self, run_id: str, journal: Path) -> None:

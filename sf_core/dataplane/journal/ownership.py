@@ -24,17 +24,17 @@ class NotOwnedError(OSError):
 
 @dataclass
 class Owner:
-    """The data plane that owns journals, as other processes are told of it."""
+    """The data plane that owns journals, as lock files describe it to other processes."""
 
     dataplane: str = ""
-    """URL of the data plane. Empty: not known."""
+    """URL of the data plane. Empty: unknown."""
     journal_dir: str = ""
-    """Its folder, if it has one."""
+    """Folder of the data plane; empty without one."""
     flock: Flock = fcntl.flock
 
 
 class Ownership:
-    """The lock of one journal, which is taken before the journal is first read or written."""
+    """The lock of one journal, which is acquired before the journal is first read or written."""
 
     def __init__(self, journal: Path, owner: Owner) -> None:
         self._journal = journal
@@ -58,26 +58,26 @@ class Ownership:
             self._lock = FileLock(lock_file(self._journal), flock=self._owner.flock)
         except HeldError as error:
             raise NotOwnedError(explain_held(self._journal, error.facts), "run_held") from None
-        self._tell()
+        self._describe_owner()
 
     def name_attempt(self, attempt: int) -> None:
-        """Tell others which attempt of the run works here."""
+        """Tell other processes the attempt of the run that uses the journal."""
         if attempt != self._attempt:
             self._attempt = attempt
-            self._tell()
+            self._describe_owner()
 
     def free(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
-    def _tell(self) -> None:
+    def _describe_owner(self) -> None:
         if self._lock is None:
             return
         owner = self._owner
         facts = {"dataplane": owner.dataplane, "journal_dir": owner.journal_dir, "attempt": self._attempt}
-        known = {name: value for name, value in facts.items() if value not in ("", None)}
-        self._lock.record(**known)
+        known_facts = {name: value for name, value in facts.items() if value not in ("", None)}
+        self._lock.record(**known_facts)
 
 
 def lock_file(journal: Path) -> Path:
@@ -91,12 +91,11 @@ def explain_other_holder(journal: Path) -> str:
 
 
 def explain_held(journal: Path, facts: dict[str, Any]) -> str:
-    named = [facts.get("dataplane"), describe(facts)]
     attempt = facts.get("attempt")
-    named.append(f"attempt {attempt}" if attempt is not None else "")
-    who = ", ".join(str(part) for part in named if part)
+    parts = [facts.get("dataplane"), describe(facts), "" if attempt is None else f"attempt {attempt}"]
+    holder = ", ".join(str(part) for part in parts if part)
     return (
-        f"run {journal.stem} is open at another data plane{f' ({who})' if who else ''}, which holds "
+        f"run {journal.stem} is open at another data plane{f' ({holder})' if holder else ''}, which holds "
         f"{lock_file(journal)}: continue the run at that data plane (dataplane.url), or end that process and "
         "start the run again"
     )

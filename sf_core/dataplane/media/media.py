@@ -1,7 +1,8 @@
 """The pictures of a run: each that an agent sends is decoded once, resized, and stored before anything that
 shows it is acknowledged. Agents send all of a conversation's pictures with every request.
 
-There are two lanes. Pictures that take long leave the quick one, so that others need not wait for them.
+There are two lanes. A picture that takes long moves from the quick lane to the slow one, so that others need
+not wait for it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NUM_KNOWN = 20_000
 
 QUICK_S = 0.5
 SLOW_S = 10.0
-"""Most CPU seconds of a picture in each lane. On a slow core a photograph of 12 megapixels takes 0.2 s, and
+"""Most CPU seconds per picture in each lane. On a slow core a photograph of 12 megapixels takes 0.2 s, and
 the largest pictures take 2 s."""
 
 _quick = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="pictures")
@@ -34,7 +35,7 @@ _slow = ThreadPoolExecutor(2, thread_name_prefix="slow-pictures")
 """Few, because a picture may take 1 GiB while it is decoded. Each thread has a process that decodes."""
 
 _TO_STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")
-"""Base64 has other letters in URLs, which google-genai sends."""
+"""google-genai sends base64 with the letters of URLs."""
 
 _Source = tuple[bytes, Sight]
 """Digest of what was sent, and how it is seen."""
@@ -50,20 +51,21 @@ class Media:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._made: dict[_Source, asyncio.Future[Part | _Unusable]] = {}
-        """The facts of pictures that are stored, or will be. What is refused is known too, because an agent
-        sends it again with each request."""
+        """The facts of pictures that are stored, or will be. Refused pictures are in it too, because an agent
+        sends them again with each request."""
 
     async def complete(self, sent: Sequence[SentPicture], sight: Sight) -> None:
         """Give the parts that show these pictures their facts; the pictures are stored then. Raises ApiError
         400 for one that cannot be shown, and 503 if one cannot be stored."""
         digests = await asyncio.to_thread(_digest, sent)
-        # one after the other: a request has one slot in the lanes
+        # one after the other: a request occupies one slot of the lanes at a time
         for picture, digest in zip(sent, digests, strict=True):
-            picture.part.update(await self._wait(picture.where, self._make(picture, (digest, sight))))
+            picture.part.update(await self._wait(picture.where, self._find_or_make(picture, (digest, sight))
+            picture.part.update(await self._await_facts(picture.where, making))
 
-    def _make(self, sent: SentPicture, source: _Source) -> asyncio.Future[Part | _Unusable]:
+    def _find_or_make(self, sent: SentPicture, source: _Source) -> asyncio.Future[Part | _Unusable]:
         if (made := self._made.get(source)) is None:
-            made = asyncio.ensure_future(_choose_lane(sent.data, source[1], self._folder))
+            made = asyncio.ensure_future(_make_in_lane(sent.data, source[1], self._folder))
             made.add_done_callback(lambda done: self._forget_failed(source, done))
             if len(self._made) == NUM_KNOWN:
                 del self._made[next(iter(self._made))]
@@ -74,9 +76,9 @@ class Media:
         if made.cancelled() or made.exception() is not None:
             self._made.pop(source, None)
 
-    async def _wait(self, where: str, made: asyncio.Future[Part | _Unusable]) -> Part:
+    async def _await_facts(self, where: str, made: asyncio.Future[Part | _Unusable]) -> Part:
         try:
-            # others may wait for it too
+            # shielded, because other requests may wait for the same picture
             facts = await asyncio.shield(made)
         except DecoderError as error:
             raise ApiError(
@@ -102,19 +104,19 @@ def _digest(sent: Sequence[SentPicture]) -> list[bytes]:
     return [blake2b(picture.data.encode(), digest_size=16).digest() for picture in sent]
 
 
-async def _choose_lane(data: str, sight: Sight, folder: str) -> Part | _Unusable:
+async def _make_in_lane(data: str, sight: Sight, folder: str) -> Part | _Unusable:
     loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(_quick, _make, data, sight, folder, QUICK_S)
+        return await loop.run_in_executor(_quick, _decode_and_store, data, sight, folder, QUICK_S)
     except SlowPictureError:
         pass
     try:
-        return await loop.run_in_executor(_slow, _make, data, sight, folder, SLOW_S)
+        return await loop.run_in_executor(_slow, _decode_and_store, data, sight, folder, SLOW_S)
     except SlowPictureError as error:
         return _Unusable(str(error))
 
 
-def _make(data: str, sight: Sight, folder: str, cpu_s: float) -> Part | _Unusable:
+def _decode_and_store(data: str, sight: Sight, folder: str, cpu_s: float) -> Part | _Unusable:
     """The facts of a picture, which is stored. Raises SlowPictureError, DecoderError and OSError."""
     try:
         fitted = fit_apart(a2b_base64(data.encode().translate(_TO_STANDARD_BASE64)), sight, cpu_s)

@@ -1,6 +1,6 @@
 """A connected engine as the router sees it: the commands sent, the state confirmed, the requests in flight.
 
-Owns this state and the token sums over the requests in flight. Decides nothing (router.py, choice.py).
+Owns this state and the token sums over the requests in flight. router.py and choice.py decide.
 """
 
 from __future__ import annotations
@@ -26,38 +26,41 @@ class EngineConnection:
     max_running: int
     send: Callable[[bytes], None]
     version: int | None = None
-    """Policy version it samples with; None before the first one."""
+    """Policy version with which the engine samples; None before it has loaded one."""
     is_made: bool = False
-    """It has loaded weights, although those of a newcomer may be too old to sample with."""
+    """Whether the engine has loaded weights. The first weights of a new engine may be too old to sample
+    with."""
     wanted_version: int = 0
-    """The version it was last told to hold."""
+    """The version that the engine was last told to load."""
     first_version: int = 0
-    """The version it was told to load when it connected."""
+    """The version that the engine was told to load when it connected."""
     refused_version: int = -1
-    """The last version that it could not take."""
+    """The last version that the engine could not load."""
     refusal: str = ""
-    """Why it could not."""
+    """Why the engine could not load it."""
     paused: bool = False
-    """Told to sample nothing until it is resumed; it keeps its requests."""
+    """Whether the engine was told to sample nothing until it is resumed. It keeps its requests."""
     num_pauses_open: int = 0
-    """Pause commands that it has not confirmed; a resume may have been sent since."""
+    """Number of pause commands that the engine has not confirmed; a resume may have been sent since."""
     leaving: str | None = None
-    """Why it gets no new requests and yields once it has none; None while it does not leave."""
+    """Why the engine is drained: it gets no new requests, and yields once it has none. None while it is
+    not."""
     told_to_yield: bool = False
     in_flight: dict[str, Generation] = field(default_factory=dict)
     unproven: dict[str, Generation] = field(default_factory=dict)
-    """Those in flight that have got no token since they were submitted here."""
+    """Requests in flight that have got no token since they were submitted to this engine."""
     outstanding: int = 0
-    """Estimated tokens that it still has to prefill or sample, summed over the requests in flight."""
+    """Estimated tokens that the engine still has to prefill or sample, summed over the requests in flight."""
     moving: set[str] = field(default_factory=set)
-    """Ids of requests that it was told to abort so that other engines continue them."""
+    """Ids of requests that the engine was told to abort, so that other engines continue them."""
     num_tokens: int = 0
+    """Number of tokens that the engine has sampled."""
     serving_since: float | None = None
-    """When it first confirmed a version, in monotonic seconds."""
+    """When the engine first confirmed a version, in monotonic seconds."""
     heard_at: float = field(default_factory=time.monotonic)
-    """When it last sent something, or when an answer of it became due; in monotonic seconds."""
+    """When the engine last sent something, or when an answer became due; in monotonic seconds."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it has yielded, or its connection is closed or given up."""
+    """Set once the engine has yielded, or its connection is closed or given up."""
     served_s: float = 0.0
     """Seconds in which the engine took requests, up to the last `count_time`."""
     free_s: float = 0.0
@@ -67,8 +70,9 @@ class EngineConnection:
 
     @property
     def refuses(self) -> str:
-        """Why it goes on with other weights than it was told to hold; empty if it does not."""
-        if self.version is None or not self.version < self.wanted_version == self.refused_version:
+        """Why the engine uses other weights than it was told to load; empty if it does not."""
+        has_refused = self.refused_version == self.wanted_version
+        if self.version is None or not has_refused or self.version >= self.wanted_version:
             return ""
         return (
             f"engine {self.engine_id} still uses version {self.version}, because it refuses version "
@@ -86,24 +90,26 @@ class EngineConnection:
         return self.is_routable and len(self.in_flight) < self.max_running
 
     def holds(self, floor: int) -> bool:
-        """Whether it samples with this policy version or a later one."""
+        """Whether the engine samples with this policy version or a later one."""
         return self.version is not None and self.version >= floor
 
     @property
     def trial(self) -> Suspicion | None:
-        """The suspects that it tries; None if it tries none."""
+        """The suspects that the engine tries; None if it tries none."""
         return next((generation.suspicion for generation in self.unproven.values()), None)
 
     def can_take(self, generation: Generation, trial: Suspicion | None = None) -> bool:
-        """Whether it can be given a request while it tries, or is to try, these suspects."""
+        """Whether the engine can get a request. `trial`: the suspects that it tries, or will try; None:
+        none."""
         if not (self.has_room and self.holds(generation.floor) and generation.suspicion is trial):
             return False
         # suspects are tried alone
-        return trial is None or not self.unproven or self.trial is trial
+        is_free_for_trial = not self.unproven or self.trial is trial
+        return trial is None or is_free_for_trial
 
     @property
     def is_still(self) -> bool:
-        """It has confirmed that it samples nothing."""
+        """Whether the engine has confirmed that it samples nothing."""
         return self.paused and not self.num_pauses_open
 
     @property
@@ -121,22 +127,28 @@ class EngineConnection:
             self.outstanding,
             self.max_running - len(self.in_flight),
             lambda: [
-                Running(g, g.num_tokens, g.num_prefill + g.num_decode, g.num_moved_at)
-                for g in self.in_flight.values()
+                Running(
+                    generation,
+                    generation.num_tokens,
+                    generation.num_prefill + generation.num_decode,
+                    generation.num_moved_at,
+                )
+                for generation in self.in_flight.values()
             ],
         )
 
     def tell(self, frame: bytes) -> None:
-        """Send a frame that the engine must answer; to be called before setting what makes the answer due."""
-        self._expect()
+        """Send a frame that the engine must answer. Call this before setting the field that makes the answer
+        due."""
+        self._start_waiting()
         self.send(frame)
 
     def silent_for(self, now: float) -> float:
-        """Seconds for which an answer has been due; 0 while none is."""
+        """Seconds for which an answer has been due; 0 while no answer is."""
         return now - self.heard_at if self._owes_an_answer else 0.0
 
-    def _expect(self) -> None:
-        """Count its silence from now on, unless an answer was due already."""
+    def _start_waiting(self) -> None:
+        """Count silence from now on, unless an answer was due already."""
         if not self._owes_an_answer:
             self.heard_at = time.monotonic()
 
@@ -144,56 +156,60 @@ class EngineConnection:
     def _owes_an_answer(self) -> bool:
         # starting an engine may take any time: no answer is due before its first weights are loaded
         return self.is_made and (
-            (bool(self.in_flight) and not self.is_still)
+            self.told_to_yield
             or self.num_pauses_open > 0
+            or (bool(self.in_flight) and not self.is_still)
             or self.version is None
             or self.wanted_version > max(self.version, self.refused_version)
-            or self.told_to_yield
         )
 
     def take(self, generation: Generation, num_prefill: int, num_decode: int) -> None:
         """Count a generation that is about to be submitted."""
-        self._expect()
+        self._start_waiting()
         self.count_time()
-        self.in_flight[generation.request_id] = self.unproven[generation.request_id] = generation
+        self.in_flight[generation.request_id] = generation
+        self.unproven[generation.request_id] = generation
         generation.num_prefill = num_prefill
         generation.num_decode = num_decode
         self.outstanding += num_prefill + num_decode
 
     def prove(self, generation: Generation) -> None:
-        """Note that a request got a token: it does not end the engine."""
+        """Record that a request got a token: it does not end the engine."""
         if self.unproven.pop(generation.request_id, None) is not None:
             generation.suspicion = None
             generation.num_faults = 0
 
     def count_progress(self, generation: Generation, num_tokens: int) -> None:
         """Count sampled tokens: the prompt is in the KV cache, and that many fewer are outstanding."""
-        done = generation.num_prefill + min(num_tokens, generation.num_decode)
-        generation.num_decode -= done - generation.num_prefill
+        num_decoded = min(num_tokens, generation.num_decode)
+        self.outstanding -= generation.num_prefill + num_decoded
         generation.num_prefill = 0
-        self.outstanding -= done
+        generation.num_decode -= num_decoded
 
     def expect_more(self, generation: Generation, num_decode: int) -> None:
-        """Count further tokens of a generation that has sampled the expected number and goes on."""
+        """Count further tokens of a generation that has sampled the expected number and is not finished."""
         generation.num_decode += num_decode
         self.outstanding += num_decode
 
     def drop(self, request_id: str) -> Generation | None:
-        """Remove and return a generation that is no longer in flight here; None if it was not."""
+        """Remove and return a generation that is no longer in flight on this engine; None if it was not."""
         self.moving.discard(request_id)
         self.unproven.pop(request_id, None)
         self.count_time()
         generation = self.in_flight.pop(request_id, None)
         if generation is not None:
             self.outstanding -= generation.num_prefill + generation.num_decode
-            generation.num_prefill = generation.num_decode = 0
+            generation.num_prefill = 0
+            generation.num_decode = 0
         return generation
 
     def count_time(self) -> None:
-        """Count the time since the last call as the engine is now. It is called before each change of what it
-        reads."""
+        """Count the time since the last call by the engine's present state. Call this before each change of
+        that state."""
         now = time.monotonic()
+        elapsed_s = now - self.counted_at
         if self.is_routable:
-            self.served_s += now - self.counted_at
-            self.free_s += 0.0 if self.in_flight else now - self.counted_at
+            self.served_s += elapsed_s
+            if not self.in_flight:
+                self.free_s += elapsed_s
         self.counted_at = now

@@ -14,8 +14,8 @@ EVENT_S = 1 / 8000
 
 
 class StreamPace:
-    """Wakes the readers of streams in rounds. A round begins at once, but not before `event_s` has passed for
-    each event of the round before: few streams never wait."""
+    """Wakes the readers of streams in rounds. A round begins at once, but at the earliest `event_s` per event
+    after the previous round began: a few streams never wait."""
 
     def __init__(self, event_s: float = EVENT_S) -> None:
         self._event_s = event_s
@@ -27,12 +27,12 @@ class StreamPace:
         if not self._due:
             loop = asyncio.get_running_loop()
             if loop.time() < self._next_at:
-                loop.call_at(self._next_at, self._round)
+                loop.call_at(self._next_at, self._run_round)
             else:
-                loop.call_soon(self._round)
+                loop.call_soon(self._run_round)
         self._due.append(wake)
 
-    def _round(self) -> None:
+    def _run_round(self) -> None:
         due = self._due
         self._due = []
         self._next_at = asyncio.get_running_loop().time() + self._event_s * len(due)

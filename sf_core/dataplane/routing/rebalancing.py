@@ -1,4 +1,5 @@
-"""Which running requests to move off engines with long queues: on numbers, for router and simulator alike."""
+"""The choice of running requests to move off engines with long queues. It works on numbers, for the router
+and the simulator alike."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ class Running(NamedTuple, Generic[T]):
 
     request: T
     num_tokens: int
-    """Length of its prompt and sampled tokens, which another engine would have to prefill again."""
+    """Length of the prompt and sampled tokens, which another engine would have to prefill again."""
     num_to_do: int
-    """Tokens that its engine still has to prefill or sample."""
+    """Tokens that the engine still has to prefill or sample."""
     num_moved_at: int
     """`num_tokens` when it was last moved; 0: never."""
 
@@ -37,7 +38,7 @@ class Queue(Generic[T]):
 
 
 def find_moves(queues: list[Queue[T]]) -> list[tuple[T, Queue[T], Queue[T]]]:
-    """Moves as (request, source, target); the queues are updated as if these were made.
+    """Moves as (request, source, target). The queues are updated as if the moves were done.
 
     A request moves from a queue longer than EXCESS x mean to the shortest that has room, if that pays for the
     tokens computed again there:
@@ -52,28 +53,28 @@ def find_moves(queues: list[Queue[T]]) -> list[tuple[T, Queue[T], Queue[T]]]:
     if len(queues) < 2:
         return []
     bound = EXCESS * sum(queue.outstanding for queue in queues) / len(queues)
-    # ties go to the first queue, so that the same queues give the same moves
-    shortest = [(queue.outstanding, i) for i, queue in enumerate(queues) if queue.room]
-    heapify(shortest)
+    # a heap, the shortest queue first; ties go to the first queue, so that equal queues give equal moves
+    targets = [(queue.outstanding, i) for i, queue in enumerate(queues) if queue.room]
+    heapify(targets)
     moves = []
     for source in sorted(queues, key=lambda queue: -queue.outstanding):
-        if source.outstanding <= bound or not shortest:
+        if source.outstanding <= bound or not targets:
             break
         movable = [r for r in source.running() if r.num_tokens >= 2 * r.num_moved_at]
         for running in sorted(movable, key=lambda r: -r.num_to_do / r.num_tokens):
-            if source.outstanding <= bound or not shortest:
+            if source.outstanding <= bound or not targets:
                 break
-            target = queues[shortest[0][1]]
-            needed = running.num_tokens + running.num_to_do
-            if target.outstanding + needed >= source.outstanding:
+            _, target_index = targets[0]
+            target = queues[target_index]
+            cost_there = running.num_tokens + running.num_to_do
+            if target.outstanding + cost_there >= source.outstanding:
                 continue
             moves.append((running.request, source, target))
             source.outstanding -= running.num_to_do
-            target.outstanding += needed
+            target.outstanding += cost_there
             target.room -= 1
-            place = shortest[0][1]
             if target.room:
-                heapreplace(shortest, (target.outstanding, place))
+                heapreplace(targets, (target.outstanding, target_index))
             else:
-                heappop(shortest)
+                heappop(targets)
     return moves

@@ -1,7 +1,7 @@
 """Dispatch of a run's generations to its engines.
 
-Owns the engines of one run, the waiting generations, and the order in which an engine is paused, drained or
-taken away. Knows nothing of sessions or text; sends frames to its engines. choice.py chooses engines.
+Owns the engines of one run, the waiting generations, and the order of the steps in which an engine is paused,
+drained or revoked. Knows nothing of sessions or text; sends frames to its engines. choice.py chooses engines.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ class Router:
         self.engines: list[EngineConnection] = []
         self.waiting = WaitQueue()
         self.paused: set[str | None] = set()
-        """Ids of paused engines, None for the run; an engine that reconnects is still paused."""
+        """Ids of paused engines; None stands for the whole run. An engine that reconnects is still paused."""
         self.interruptions = 0
         self.moves = 0
         """Number of requests taken from engines with long queues; each is an interruption too."""
-        self.bytes_to_engines = self.bytes_from_engines = 0
+        self.bytes_to_engines = 0
+        self.bytes_from_engines = 0
         self.closed: ApiError | None = None
-        """Why every request is refused: the run has ended, and no engine comes."""
+        """The refusal of every request, once the run has ended and no engine will connect."""
         self._typical = TypicalLength()
         self._changed = Signal()
-        self._scheduled = False
+        self._is_dispatch_scheduled = False
 
     # --- generations
 
@@ -57,47 +58,48 @@ class Router:
         if len(self.waiting) >= self.limits.max_waiting:
             raise ApiError(
                 429,
-                f"{len(self.waiting)} requests are already waiting, because {self.obstacle()}; try again "
-                "later.",
+                f"{len(self.waiting)} requests are already waiting, because {self.obstacle()}; "
+                "try again later.",
                 code="too_many_waiting",
                 retry_after_s=RETRY_AFTER_S,
             )
 
     def submit(self, generation: Generation) -> None:
         generation.submitted_at = time.monotonic()
-        if (asked := asked_by_request.get()) is not None:
-            asked.append(generation)
+        if (collected := asked_by_request.get()) is not None:
+            collected.append(generation)
         if self.closed is not None:
             return generation.refuse(self.closed)
         self.waiting.join(generation)
         self._schedule()
 
     def close(self, refusal: ApiError) -> None:
-        """Refuse all requests, those that are asked later included."""
+        """Refuse all requests, also later ones."""
         self.closed = refusal
-        for generation in [*self.waiting, *(g for engine in self.engines for g in engine.in_flight.values())]:
+        in_flight = [generation for engine in self.engines for generation in engine.in_flight.values()]
+        for generation in [*self.waiting, *in_flight]:
             self.stop(generation)
             generation.refuse(refusal)
 
     def cancel(self, generation: Generation, reason: str) -> None:
-        """End a generation whose answer is no longer wanted; whatever its engine still sends is ignored."""
+        """End a generation whose answer is no longer wanted. Later chunks of its engine are ignored."""
         if generation.is_over:
             return
         self.stop(generation)
         generation.cancel(reason)
 
     def stop(self, generation: Generation) -> None:
-        """Sample no more for this generation."""
+        """Stop sampling for this generation."""
         for engine in self.engines:
             if engine.drop(generation.request_id) is not None:
                 engine.send(wire.pack(wire.Abort([generation.request_id])))
-                self._settle(engine)
+                self._after_removal(engine)
                 return
         self.waiting.leave(generation)
 
     def receive(self, engine: EngineConnection, chunks: list[Chunk]) -> int:
-        """Take an engine's chunks; returns the number of tokens of generations in flight there. At the first
-        invalid chunk, of which nothing is taken, drops the engine and raises EngineFaultError."""
+        """Append an engine's chunks to its generations; returns the number of tokens. At the first invalid
+        chunk, which is not appended, drops the engine and raises EngineFaultError."""
         engine.heard_at = time.monotonic()
         interrupted: list[Generation] = []
         num_tokens = 0
@@ -107,7 +109,7 @@ class Router:
             if generation is None:
                 continue
             if (fault := generation.fault_of(chunk, engine.wanted_version, self._num_ids)) is not None:
-                self._note_fault(engine, generation, fault)
+                self._blame(engine, generation, fault)
                 break
             num_tokens += len(chunk.token_ids)
             if chunk.token_ids:
@@ -117,8 +119,8 @@ class Router:
             else:
                 engine.drop(chunk.request_id)
             if chunk.fault or _ends_without_a_token(chunk, generation):
-                told = f"failed ({chunk.fault})" if chunk.fault else "ended the request without a token"
-                generation.refuse(EngineFailed(f"engine {engine.engine_id} {told}"))
+                failure = f"failed ({chunk.fault})" if chunk.fault else "ended the request without a token"
+                generation.refuse(EngineFailed(f"engine {engine.engine_id} {failure}"))
             elif generation.absorb(chunk, engine.engine_id):
                 interrupted.append(generation)
             elif generation.finish_reason is not None:
@@ -126,61 +128,70 @@ class Router:
             elif generation.num_decode == 0:
                 engine.expect_more(generation, self._typical.expect_rest(generation))
         engine.num_tokens += num_tokens
-        self._wait_again(interrupted)
+        self._requeue(interrupted)
         if fault is not None:
             self.lose(engine, None)
             raise EngineFaultError(f"the engine {fault}")
-        self._settle(engine)
+        self._after_removal(engine)
         return num_tokens
 
     def sweep(self) -> None:
         """Refuse requests that waited too long, drop silent engines, rebalance; called once a second."""
         now = time.monotonic()
-        for generation in [g for g in self.waiting if g.waiting_since < now - self.limits.patience_s]:
-            self._refuse(generation, self._say_why_it_waits(generation))
+        limits = self.limits
+        waiting_too_long = [
+            generation for generation in self.waiting if now - generation.waiting_since > limits.patience_s
+        ]
+        for generation in waiting_too_long:
+            self._refuse(generation, self._explain_wait(generation))
         for engine in self.engines:
-            if engine.is_still and now - engine.heard_at > self.limits.patience_s:
+            if engine.is_still and now - engine.heard_at > limits.patience_s:
                 for generation in list(engine.in_flight.values()):
                     self._refuse(generation, "the engine of this request is paused")
-        for engine in [e for e in self.engines if e.silent_for(now) > self.limits.engine_silence_s]:
+        silent = [engine for engine in self.engines if engine.silent_for(now) > limits.engine_silence_s]
+        for engine in silent:
             log.warning(
                 "engine %s has requests but sends nothing, so the data plane drops it", engine.engine_id
             )
-            self.lose(engine, f"sent nothing for {self.limits.engine_silence_s:g} s")
+            self.lose(engine, f"sent nothing for {limits.engine_silence_s:g} s")
         self._rebalance()
 
     def _rebalance(self) -> None:
-        """Abort running requests of engines with long queues (rebalancing.py); they are dispatched again when
-        their engines have returned them. Not done while requests wait, which fill free engines anyway, nor
-        while engines load weights or return aborted requests, because queue lengths mislead then."""
+        """Abort running requests of engines with long queues (rebalancing.py). They are dispatched again when
+        their engines have returned them. This has no effect while requests wait, which fill free engines
+        anyway, nor while engines load weights or return aborted requests, because queue lengths mislead
+        then."""
         engines = [engine for engine in self.engines if engine.is_routable]
         versions = {version for engine in engines for version in (engine.version, engine.wanted_version)}
-        if self.waiting or any(engine.moving for engine in engines) or len(versions) != 1:
+        is_any_moving = any(engine.moving for engine in engines)
+        if self.waiting or is_any_moving or len(versions) != 1:
             return
-        owners = {engine.queue(): engine for engine in engines}
-        for generation, source, _ in find_moves(list(owners)):
+        # queues are compared by identity, so each is the key of its engine
+        engine_by_queue = {engine.queue(): engine for engine in engines}
+        for generation, source, _ in find_moves(list(engine_by_queue)):
             generation.num_moved_at = generation.num_tokens
-            owners[source].moving.add(generation.request_id)
+            engine_by_queue[source].moving.add(generation.request_id)
             self.moves += 1
         for engine in engines:
             if engine.moving:
                 engine.send(wire.pack(wire.Abort(sorted(engine.moving))))
 
-    def _note_fault(self, engine: EngineConnection, generation: Generation, fault: str) -> None:
+    def _blame(self, engine: EngineConnection, generation: Generation, fault: str) -> None:
         generation.num_faults += 1
-        self._end_poison(engine, generation, fault)
+        self._refuse_poison(engine, generation, fault)
 
-    def _end_poison(self, engine: EngineConnection, generation: Generation, fault: str) -> None:
-        """Refuse a request that has cost too many engines: it must not end them all."""
+    def _refuse_poison(self, engine: EngineConnection, generation: Generation, fault: str) -> None:
+        """Refuse a request that has ended too many engines: it must not end all of them."""
         if generation.num_faults >= MAX_FAULTS:
             engine.drop(generation.request_id)
-            told = f"engine {engine.engine_id} {fault}, as an engine did before"
-            generation.refuse(EngineFailed(told, is_poison=True))
+            reason = f"engine {engine.engine_id} {fault}, as an engine did before"
+            generation.refuse(EngineFailed(reason, is_poison=True))
 
-    def _say_why_it_waits(self, generation: Generation) -> str:
+    def _explain_wait(self, generation: Generation) -> str:
+        obstacle = self.obstacle(generation.floor)
         if generation.suspicion is None:
-            return self.obstacle(generation.floor)
-        return f"it may have ended an engine and must be tried alone, but {self.obstacle(generation.floor)}"
+            return obstacle
+        return f"it may have ended an engine and must be tried alone, but {obstacle}"
 
     def _refuse(self, generation: Generation, reason: str) -> None:
         self.stop(generation)
@@ -208,7 +219,7 @@ class Router:
         return any(engine.version is not None and not engine.paused for engine in self.engines)
 
     def add(self, engine: EngineConnection) -> None:
-        """Connect an engine and tell it which weights to load and whether it is paused."""
+        """Connect an engine, and tell it the weights to load and whether it is paused."""
         engine.wanted_version = engine.first_version = self.weights.version
         engine.paused = self._is_paused(engine)
         engine.send(wire.pack(wire.Welcome(self.weights, engine.paused)))
@@ -216,17 +227,18 @@ class Router:
         self._changed.notify()
 
     def confirm(self, engine: EngineConnection, version: int) -> None:
-        """Note that the engine has loaded this version. A newcomer that was told of a newer version while it
-        loaded gets no requests before it has that. Raises EngineFaultError if the version is newer than the
-        engine was told to load, or older than the one it had."""
-        held = engine.version or 0
-        if not held <= version <= engine.wanted_version:
+        """Record that the engine has loaded this version. A new engine that was told of a newer version while
+        it loaded gets no requests before it has loaded the newer one. Raises EngineFaultError if the version
+        is newer than the engine was told to load, or older than its current version."""
+        current = engine.version or 0
+        if not current <= version <= engine.wanted_version:
             raise EngineFaultError(
-                f"the engine loaded version {version}; expected {held} to {engine.wanted_version}"
+                f"the engine loaded version {version}; expected {current} to {engine.wanted_version}"
             )
         engine.heard_at = time.monotonic()
         engine.is_made = True
-        if engine.version is None and version < engine.wanted_version:
+        is_new = engine.version is None
+        if is_new and version < engine.wanted_version:
             return
         engine.serving_since = engine.serving_since or engine.heard_at
         engine.count_time()
@@ -235,7 +247,7 @@ class Router:
         self._changed.notify()
 
     def refuse(self, engine: EngineConnection, version: int, reason: str) -> None:
-        """Note that the engine cannot take this version and serves on with the one it has."""
+        """Record that the engine cannot load this version and continues with its current one."""
         log.warning("engine %s refuses version %d: %s", engine.engine_id, version, reason)
         engine.heard_at = time.monotonic()
         engine.refused_version = version
@@ -243,21 +255,27 @@ class Router:
         self._changed.notify()
 
     def confirm_pause(self, engine: EngineConnection) -> None:
-        """Note that the engine samples nothing until it is resumed."""
+        """Record that the engine samples nothing until it is resumed."""
         engine.heard_at = time.monotonic()
         engine.num_pauses_open -= 1
         self._changed.notify()
 
     def lose(self, engine: EngineConnection, failure: str | None = "ended") -> None:
-        """Disconnect an engine; its requests continue elsewhere from the last received token. `failure` says,
-        as a predicate, how an engine ended that was not told to leave; None: no request can be the cause."""
+        """Disconnect an engine. Its requests continue on other engines from the last received token.
+        `failure` is a predicate about the end of an engine that was not drained; None: no request can be the
+        cause."""
         if engine in self.engines:
             self.engines.remove(engine)
-        if failure is not None and engine.leaving is None and (unproven := list(engine.unproven.values())):
+        unproven = list(engine.unproven.values())
+        if unproven and failure is not None and engine.leaving is None:
             suspect(unproven, engine.worker)
-            self._end_poison(engine, unproven[0], f"{failure} while it worked on this request")
-        lost = [engine.drop(request_id) for request_id in list(engine.in_flight)]
-        self._wait_again([g for g in lost if g is not None and g.interrupt(engine.engine_id)])
+            self._refuse_poison(engine, unproven[0], f"{failure} while it worked on this request")
+        interrupted: list[Generation] = []
+        for request_id in list(engine.in_flight):
+            generation = engine.drop(request_id)
+            if generation is not None and generation.interrupt(engine.engine_id):
+                interrupted.append(generation)
+        self._requeue(interrupted)
         engine.gone.set()
         self._changed.notify()
 
@@ -265,33 +283,36 @@ class Router:
         """Give the engine no new requests; it yields when it has finished those in flight."""
         engine.count_time()
         engine.leaving = reason
-        self._settle(engine)
+        self._after_removal(engine)
 
     async def take_away(self, engine: EngineConnection, reason: str) -> None:
-        """Stop routing, abort, wait for the partial tokens, then have the engine yield."""
+        """Stop routing to the engine, abort its requests, and wait until it has sent their tokens and
+        yielded."""
         engine.tell(wire.pack(wire.Abort()))
         self.drain(engine, reason)
         await engine.gone.wait()
 
     async def update(self, weights: WeightsRef) -> dict[str, int]:
-        """Have every engine take these weights. Returns the version of each engine that is still connected,
-        once all that had any weights hold these or have refused them: a newcomer whose first weights are too
-        old would otherwise never catch up if iterations are shorter than loading. An engine that is still
-        starting is not waited for; it takes these weights before it gets requests (`confirm`)."""
+        """Have every engine load these weights. Returns the version of each engine that is still connected,
+        once all engines that had any weights have loaded or refused these. This also waits for new engines
+        whose first weights are too old: if iterations are shorter than loading, they would never catch up
+        otherwise. It does not wait for engines that are still starting: they load these weights before they
+        get requests (`confirm`)."""
         self.weights = weights
         for engine in self.engines:
             engine.tell(wire.pack(wire.Update(weights)))
             engine.wanted_version = weights.version
-        made = [engine for engine in self.engines if engine.is_made]
-        await self._until_each(made, _holds_what_it_was_told)
+        started = [engine for engine in self.engines if engine.is_made]
+        await self._wait_for_each(started, _has_loaded_or_refused)
         return {
             engine.engine_id: engine.version
-            for engine in made
+            for engine in started
             if engine.version is not None and not engine.gone.is_set()
         }
 
     async def pause(self, mode: PauseMode, engine_id: str | None = None) -> int:
-        """Stop sampling of the run or of one engine; returns the number of stopped engines once all have.
+        """Stop sampling of the run or of one engine. Returns the number of stopped engines, once all have
+        stopped.
 
         Freeze: engines keep their requests and KV cache. Evacuate: they return their requests, which continue
         on engines that are not paused, or wait."""
@@ -300,14 +321,14 @@ class Router:
         if mode == "evacuate":
             for engine in engines:
                 engine.tell(wire.pack(wire.Abort()))
-        self._tell_pauses()
-        await self._until_each(engines, _stands_still_or_need_not)
+        self._send_pauses()
+        await self._wait_for_each(engines, _has_stopped_or_need_not)
         return sum(engine.is_still for engine in engines)
 
     def resume(self, engine_id: str | None = None) -> None:
         """Undo the same pause. An engine samples again once neither it nor the run is paused."""
         self.paused.discard(engine_id)
-        self._tell_pauses()
+        self._send_pauses()
 
     def find(self, engine_id: str) -> EngineConnection:
         """The connected engine of this id. Raises ApiError 404."""
@@ -319,7 +340,7 @@ class Router:
     def _is_paused(self, engine: EngineConnection) -> bool:
         return None in self.paused or engine.engine_id in self.paused
 
-    def _tell_pauses(self) -> None:
+    def _send_pauses(self) -> None:
         for engine in self.engines:
             if engine.paused != self._is_paused(engine):
                 engine.tell(wire.pack(wire.Pause(not engine.paused)))
@@ -329,13 +350,16 @@ class Router:
         self._changed.notify()
         self._schedule()
 
-    async def _until_each(
+    async def _wait_for_each(
         self, engines: list[EngineConnection], condition: Callable[[EngineConnection], bool]
     ) -> None:
-        await self._changed.until(lambda: all(e.gone.is_set() or condition(e) for e in engines))
+        await self._changed.until(
+            lambda: all(engine.gone.is_set() or condition(engine) for engine in engines)
+        )
 
-    def _settle(self, engine: EngineConnection) -> None:
-        """Dispatch after a request has left the engine, and have it yield if it leaves and has none."""
+    def _after_removal(self, engine: EngineConnection) -> None:
+        """Dispatch after a request has left the engine. Have a drained engine yield after its last
+        request."""
         if engine.leaving is not None and not engine.in_flight and not engine.told_to_yield:
             engine.tell(wire.pack(wire.Yield(engine.leaving)))
             engine.told_to_yield = True
@@ -343,7 +367,7 @@ class Router:
 
     # --- dispatch
 
-    def _wait_again(self, interrupted: list[Generation]) -> None:
+    def _requeue(self, interrupted: list[Generation]) -> None:
         self.interruptions += len(interrupted)
         for generation in interrupted:
             self.waiting.join(generation)
@@ -351,16 +375,16 @@ class Router:
 
     def _schedule(self) -> None:
         """Dispatch once per turn of the event loop: requests that arrive together share a frame."""
-        if not self._scheduled:
-            self._scheduled = True
+        if not self._is_dispatch_scheduled:
+            self._is_dispatch_scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        self._scheduled = False
+        self._is_dispatch_scheduled = False
         if None in self.paused or not self.waiting:
             return
         trials = assign(self.waiting.suspects, self.engines)
-        given: dict[EngineConnection, list[Generation]] = {}
+        assigned: dict[EngineConnection, list[Generation]] = {}
         open_engines = [engine for engine in self.engines if engine.has_room]
         passed_over: list[Generation] = []
         num_seen = 0
@@ -368,18 +392,20 @@ class Router:
             if not open_engines:
                 break
             num_seen += 1
-            takers = [engine for engine in open_engines if engine.can_take(generation, trials.get(engine))]
-            if not takers:
+            candidates = [
+                engine for engine in open_engines if engine.can_take(generation, trials.get(engine))
+            ]
+            if not candidates:
                 passed_over.append(generation)
                 continue
-            engine = choose(takers, generation)
+            engine = choose(candidates, generation)
             num_prefill = generation.num_tokens - num_cached(engine, generation)
             engine.take(generation, num_prefill, self._typical.expect_rest(generation))
-            given.setdefault(engine, []).append(generation)
+            assigned.setdefault(engine, []).append(generation)
             if not engine.has_room:
                 open_engines.remove(engine)
         self.waiting.keep(passed_over, num_seen)
-        for engine, generations in given.items():
+        for engine, generations in assigned.items():
             assert engine.version is not None
             requests = [generation.ask_for_rest(engine.version) for generation in generations]
             engine.send(wire.pack(wire.Submit.of(requests)))
@@ -390,10 +416,10 @@ def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
     return is_end and not chunk.token_ids and not generation.token_ids
 
 
-def _holds_what_it_was_told(engine: EngineConnection) -> bool:
+def _has_loaded_or_refused(engine: EngineConnection) -> bool:
     return engine.version is not None and max(engine.version, engine.refused_version) >= engine.wanted_version
 
 
-def _stands_still_or_need_not(engine: EngineConnection) -> bool:
-    # an engine that is still starting reads the pause once it runs; until then it samples nothing
+def _has_stopped_or_need_not(engine: EngineConnection) -> bool:
+    # an engine that is still starting samples nothing, and reads the pause before it does
     return engine.is_still or not engine.paused or engine.version is None

@@ -1,7 +1,7 @@
 """Requests that may have ended an engine, and the engines that try them. No clock, no IO.
 
-An engine that ends although nobody asked for it may have been ended by any request that got no token there.
-These requests are suspects. They go out again in two halves, and an engine that tries a half is given nothing
+If an engine ends without a command, any request that got no token there may be the cause. These requests are
+suspects. They go out again in two halves, and an engine that tries a half is given nothing
 else until each of its requests has got a token, which clears it. So of n requests, the one that ends every
 engine is alone after log2(n) + 1 deaths.
 """
@@ -14,17 +14,18 @@ from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import Generation, Suspicion
 
 MAX_FAULTS = 2
-"""Engines that a request may cost by itself. Not one, because an engine may also end by chance."""
+"""Number of engines that may end because of one request. More than 1, because an engine may also end by
+chance."""
 
 
 def suspect(generations: Sequence[Generation], worker: str) -> None:
-    """Suspect these requests of having ended the engine of a worker. A request that was alone is blamed."""
+    """Suspect these requests of having ended the engine of a worker. A single request is blamed at once."""
     if len(generations) == 1:
         generations[0].num_faults += 1
     middle = (len(generations) + 1) // 2
     for half in (generations[:middle], generations[middle:]):
-        before = (one.suspicion.workers for one in half if one.suspicion is not None)
-        suspicion = Suspicion(frozenset({worker}).union(*before))
+        earlier = (suspected.suspicion.workers for suspected in half if suspected.suspicion is not None)
+        suspicion = Suspicion(frozenset({worker}).union(*earlier))
         for generation in half:
             generation.suspicion = suspicion
 
@@ -32,14 +33,14 @@ def suspect(generations: Sequence[Generation], worker: str) -> None:
 def assign(
     waiting: Iterable[Generation], engines: Iterable[EngineConnection]
 ) -> dict[EngineConnection, Suspicion]:
-    """Which suspects each engine tries that tries some, or is to try some as soon as all its requests have
-    got a token. One engine is left to the others, unless it is the only one."""
+    """The suspects of each engine that tries some, or will try some as soon as all its requests have got a
+    token. One engine remains for other requests, unless it is the only one."""
     engines = [engine for engine in engines if engine.is_routable]
-    most_trying = max(1, len(engines) - 1)
+    max_trying = max(1, len(engines) - 1)
     tried = {engine: engine.trial for engine in engines if engine.trial is not None}
     for suspicion, floor in _list_untried(waiting, tried.values()):
         free = [engine for engine in engines if engine not in tried and engine.holds(floor)]
-        if free and len(tried) < most_trying:
+        if free and len(tried) < max_trying:
             fittest = min(free, key=lambda engine: _unfitness(engine, suspicion))
             tried[fittest] = suspicion
     return tried
@@ -48,7 +49,7 @@ def assign(
 def _list_untried(
     waiting: Iterable[Generation], tried: Iterable[Suspicion]
 ) -> Iterator[tuple[Suspicion, int]]:
-    """The suspects that no engine tries, with the oldest policy version that can."""
+    """The suspects that no engine tries, each with the oldest policy version that can try them."""
     floors: dict[Suspicion, int] = {}
     for generation in waiting:
         if (suspicion := generation.suspicion) is not None and suspicion not in tried:
@@ -57,4 +58,6 @@ def _list_untried(
 
 
 def _unfitness(engine: EngineConnection, suspicion: Suspicion) -> tuple[bool, bool, int]:
+    """Sort key: an engine of another worker first, then one with room, then the one with fewest new
+    requests."""
     return engine.worker in suspicion.workers, not engine.has_room, len(engine.unproven)

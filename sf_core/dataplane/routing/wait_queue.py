@@ -1,6 +1,6 @@
 """The queue of generations that no engine works on, in order of arrival, and the limits of waiting.
 
-Owns the order: a generation that comes back from an engine takes its old place.
+Owns the order: a generation that comes back from an engine gets its old position.
 """
 
 from __future__ import annotations
@@ -20,50 +20,51 @@ _ARRIVAL = attrgetter("arrival")
 @dataclass(frozen=True)
 class Limits:
     max_waiting: int
-    """Requests beyond this many are refused."""
+    """Further requests are refused."""
     patience_s: float
-    """A request that no engine took for this long is refused."""
+    """Seconds after which a request that no engine has accepted is refused."""
     engine_silence_s: float
-    """An engine that says nothing for this long while it has work is dropped."""
+    """Seconds of silence after which an engine that has work is dropped."""
 
 
 class WaitQueue:
     def __init__(self) -> None:
-        self._line: list[Generation] = []
-        self._numbers = itertools.count()
+        self._queue: list[Generation] = []
+        self._arrival_numbers = itertools.count()
         self._suspects: set[Generation] = set()
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Generation]:
-        return iter(self._line)
+        return iter(self._queue)
 
     def join(self, generation: Generation) -> None:
-        """Queue a generation: at the end the first time, at its old place when it comes back."""
+        """Queue a generation: at the end the first time, at its old position when it comes back."""
         if generation.arrival is None:
-            generation.arrival = next(self._numbers)
+            generation.arrival = next(self._arrival_numbers)
         generation.waiting_since = time.monotonic()
-        insort(self._line, generation, key=_ARRIVAL)
+        insort(self._queue, generation, key=_ARRIVAL)
         if generation.suspicion is not None:
             self._suspects.add(generation)
 
     def leave(self, generation: Generation) -> None:
-        """Remove a generation; no effect if it does not wait."""
+        """Remove a generation. No effect if it is not in the queue."""
         if generation.arrival is None:
             return
-        place = bisect_left(self._line, generation.arrival, key=_ARRIVAL)
-        if place < len(self._line) and self._line[place] is generation:
-            del self._line[place]
+        index = bisect_left(self._queue, generation.arrival, key=_ARRIVAL)
+        if index < len(self._queue) and self._queue[index] is generation:
+            del self._queue[index]
             self._suspects.discard(generation)
 
     @property
     def suspects(self) -> list[Generation]:
-        """Those that may have ended an engine, in order."""
+        """Waiting generations that may have ended an engine, in order."""
         return sorted(self._suspects, key=_ARRIVAL) if self._suspects else []
 
     def keep(self, passed_over: list[Generation], num_seen: int) -> None:
-        """Replace the first `num_seen` generations by those passed over, which go on waiting."""
+        """Remove the first `num_seen` generations, except those that were passed over."""
         if self._suspects:
-            self._suspects.difference_update({*self._line[:num_seen]}.difference(passed_over))
-        self._line[:num_seen] = passed_over
+            removed = {*self._queue[:num_seen]}.difference(passed_over)
+            self._suspects.difference_update(removed)
+        self._queue[:num_seen] = passed_over

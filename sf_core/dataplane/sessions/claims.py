@@ -1,4 +1,4 @@
-"""Names the session of a group that a runner was given."""
+"""The claim on a session of a group, and the ids of sessions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ own, which ends with its answer and is not stored.
 
 
 class SessionSlot(NamedTuple):
-    """The place of a session in its run. A held-out evaluation is one group: its index is the policy version,
+    """The slot of a session in its run. A held-out evaluation is one group: its index is the policy version,
     its members are the tasks."""
 
     split: Split
@@ -37,12 +37,12 @@ class Claim(NamedTuple):
 
     place: SessionSlot
     attempt: int
-    """Number of times that the place was given out before."""
+    """Number of earlier claims on the slot."""
     draw: int = 0
-    """Number of those that failed. Part of the sampling seed: after a failure that the policy may have caused
-    other tokens are sampled, after a loss the same ones."""
+    """Number of earlier claims that failed. Part of the sampling seed: after a failure that the policy may
+    have caused, other tokens are sampled; after the loss of a runner, the same tokens."""
     is_external: bool = False
-    """Whether it was given to an external agent, see ExternalMode."""
+    """Whether the session was given to an external agent, see ExternalMode."""
 
     def session_id(self, run_id: str) -> str:
         letter = "g" if self.place.split == "train" else "e"
@@ -58,6 +58,6 @@ _IN_RUN = re.compile(r"\.(?:[ge]\d+\.\d+\.a\d+|open\.\w+)\Z")
 
 
 def run_of(session_id: str) -> str:
-    """Id of the run in whose sessions this id can be. The id of a run may begin like a session of another, as
-    those of the runs `a.g0` and `a`. What is the id of no session is returned unchanged."""
+    """Id of the run to which a session of this id belongs. The id of a run may begin like a session of
+    another run, as with the runs `a.g0` and `a`. Anything but the id of a session is returned unchanged."""
     return _IN_RUN.sub("", session_id)

@@ -13,62 +13,78 @@ import numpy as np
 
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError, shows
-from sf_core.dataplane.chat.template_probes import opening, render_addition
+from sf_core.dataplane.chat.template_probes import opening_messages, render_addition
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ContextOverflow
 from sf_core.dataplane.sessions.identity import Conversation
 from sf_core.dataplane.sessions.pictures import Namer, Pictures
-from sf_core.dataplane.sessions.tree import NO_TEXT, Seam, TextMark, TreePosition, Turn, place_at
+from sf_core.dataplane.sessions.tree import (
+    EMPTY_PREFIX,
+    LastTurnBoundary,
+    Position,
+    PrefixDigest,
+    Turn,
+    position_at,
+)
 from sf_core.types import Ids
 
 
 class Encoded(NamedTuple):
-    place: TreePosition
+    position: Position
     """Where the recorded tokens of the request end."""
     ids: Ids
-    text: TextMark
-    seam: Seam | None
+    """The newly encoded tokens."""
+    rendered: PrefixDigest
+    """Digest of the whole rendering."""
+    boundary: LastTurnBoundary | None
+    """None: the new tokens hold no end-of-turn token."""
 
 
 class Unencoded(NamedTuple):
-    """What is not recorded of a request, as text."""
+    """The part of a request that no recorded tokens cover, as text."""
 
-    place: TreePosition
+    position: Position
     """Where the recorded tokens of the request end."""
-    mark: TextMark
-    """The rendering up to there."""
+    prefix: PrefixDigest
+    """Digest of the rendering up to that position."""
     text: str
-    after: str
-    """The special token before it; empty: there is none."""
+    """The rendering after that position."""
+    preceding_stop: str
+    """The end-of-turn token right before `text`; empty: there is none."""
     renderer: Renderer
     name: Namer
 
-    def check_length(self, most: int) -> None:
-        """Raises ContextOverflow if the request certainly has as many tokens as this. Nothing is encoded."""
-        fewest = self.renderer.least_tokens(self.text, most - self.place.at)
-        if self.place.at + fewest >= most:
-            raise ContextOverflow(self.place.at + fewest, most)
+    def check_length(self, context_length: int) -> None:
+        """Raises ContextOverflow if the request certainly has `context_length` tokens or more. Nothing is
+        encoded."""
+        num_recorded = self.position.offset
+        num_tokens = num_recorded + self.renderer.least_tokens(self.text, context_length - num_recorded)
+        if num_tokens >= context_length:
+            raise ContextOverflow(num_tokens, context_length)
 
-    def encode(self, forced: str = "", most: float = inf) -> Encoded:
-        """`forced` is a text behind it that is no part of the rendering. Raises ContextOverflow if the
-        request has as many tokens as `most`."""
+    def encode(self, forced: str = "", context_length: float = inf) -> Encoded:
+        """`forced` is the beginning of the answer, which is no part of the rendering. Raises ContextOverflow
+        if the request has `context_length` tokens or more."""
         renderer = self.renderer
         text = self.text
-        mark = self.mark
+        num_recorded = self.position.offset
         try:
-            ids = self.name(renderer.encode(text, self.after, most - self.place.at))
+            ids = self.name(renderer.encode(text, self.preceding_stop, context_length - num_recorded))
         except TooManyTokensError as error:
-            raise ContextOverflow(self.place.at + error.num_tokens, int(most)) from None
-        seam = None
+            raise ContextOverflow(num_recorded + error.num_tokens, int(context_length)) from None
+        boundary = None
+        rendered = self.prefix
+        stop_at = 0
         if (last_stop := renderer.last_stop(text, ids)) is not None:
-            at, num_tokens = last_stop
-            seam = Seam(self.place.at + num_tokens, mark.extend(text[:at]))
-        whole = mark.extend(text) if seam is None else seam.text.extend(text[at:])
+            stop_at, num_ids_before_stop = last_stop
+            rendered = rendered.extend(text[:stop_at])
+            boundary = LastTurnBoundary(num_recorded + num_ids_before_stop, rendered)
+        rendered = rendered.extend(text[stop_at:])
         if forced:
             ids = np.concatenate([ids, renderer.encode_behind_text(forced)])
-        if (num_tokens := self.place.at + len(ids)) >= most:
-            raise ContextOverflow(num_tokens, int(most))
-        return Encoded(self.place, ids, whole, seam)
+        if (num_tokens := num_recorded + len(ids)) >= context_length:
+            raise ContextOverflow(num_tokens, int(context_length))
+        return Encoded(self.position, ids, rendered, boundary)
 
 
 class Draft(NamedTuple):
@@ -76,19 +92,19 @@ class Draft(NamedTuple):
 
     conversation: Conversation
     matched: Turn | None
-    """The deepest recorded turn with whose conversation it begins."""
-    messages: list[Message]
-    """Those that it adds."""
-    text: Unencoded
+    """The deepest recorded turn whose conversation the request begins with."""
+    added: list[Message]
+    """The messages after that turn."""
+    unencoded: Unencoded
     forced: str
     tools: bytes
     """As in Prompt."""
     num_bytes: int
-    """Memory of its messages."""
+    """Memory of the added messages."""
 
-    def encode(self, most: float = inf) -> Encoded:
-        """Raises ContextOverflow if it has as many tokens as `most`."""
-        return self.text.encode(self.forced, most)
+    def encode(self, context_length: float = inf) -> Encoded:
+        """Raises ContextOverflow if the request has `context_length` tokens or more."""
+        return self.unencoded.encode(self.forced, context_length)
 
 
 def render_request(
@@ -98,49 +114,54 @@ def render_request(
     renderer: Renderer,
     pictures: Pictures,
 ) -> Unencoded:
-    """Render what is not recorded of a request. `matched` is the deepest recorded turn whose conversation
-    this one begins with. Raises jinja2.TemplateError."""
+    """Render the part of a request that is not recorded. `matched` is the deepest recorded turn whose
+    conversation the request begins with. Raises jinja2.TemplateError."""
     namer = pictures.namer(conversation.messages, renderer.sight)
     added = list[Message]()
     if matched is not None:
         added = conversation.messages[matched.prompt.num_messages + 1 :]
-        rest = _render_after_prompt(conversation, matched, tools, renderer)
-        if rest is not None and (extension := _extend(matched, rest, added, renderer, namer)):
-            return extension
+        remainder = _render_after_prompt(conversation, matched, tools, renderer)
+        if remainder is not None:
+            extension = _cut_extension(matched, remainder, added, renderer, namer)
+            if extension is not None:
+                return extension
     messages = list(conversation.messages)
-    num_first = None
+    first_answer_at = None
     for turn in matched.conversation() if matched else ():
         # agents send answers back without their reasoning; the template decides how much of it is shown
-        num_first = turn.prompt.num_messages
-        messages[num_first] = turn.message
-    text = renderer.render(messages, tools, num_first)
+        first_answer_at = turn.prompt.num_messages
+        messages[first_answer_at] = turn.message
+    text = renderer.render(messages, tools, first_answer_at)
     if matched is None:
         renderer.check_shown(text, messages)
-        return Unencoded(TreePosition(None, 0), NO_TEXT, text, "", renderer, namer)
-    rest = matched.prompt.text.rest_of(text)
-    if rest is None:
+        return Unencoded(Position(None, 0), EMPTY_PREFIX, text, "", renderer, namer)
+    remainder = matched.prompt.rendered.remainder_of(text)
+    if remainder is None:
         renderer.note_rewrite(added)
-    elif extension := _extend(matched, rest, added, renderer, namer):
-        return extension
+    else:
+        extension = _cut_extension(matched, remainder, added, renderer, namer)
+        if extension is not None:
+            return extension
     renderer.check_shown(text, messages)
-    place, mark = _last_common_seam(matched, text)
-    return Unencoded(place, mark, text[mark.length :], "", renderer, namer)
+    position, prefix = _last_common_boundary(matched, text)
+    return Unencoded(position, prefix, text[prefix.length :], "", renderer, namer)
 
 
 def _render_after_prompt(
     conversation: Conversation, matched: Turn, tools: list[Tool], renderer: Renderer
 ) -> str | None:
-    """The rendering after that of the matched turn's prompt, made without the history between the opening
-    and that turn; None if the whole conversation must be rendered."""
-    before = matched.prompt.num_messages
-    added = conversation.messages[before + 1 :]
-    if before.bit_length() != len(conversation.messages).bit_length():
-        # whenever the history doubles all of it is rendered, to notice a template that fooled the probes
+    """The part of the rendering that follows the matched turn's prompt, made without the history between the
+    opening and that turn; None if the whole conversation must be rendered."""
+    num_before = matched.prompt.num_messages
+    added = conversation.messages[num_before + 1 :]
+    has_doubled = num_before.bit_length() != len(conversation.messages).bit_length()
+    if has_doubled:
+        # now and then the whole history is rendered, to notice a template that fooled the probes
         return None
     if not renderer.is_append_only(added):
         return None
-    beginning = opening(conversation.messages)
-    if beginning is None or len(beginning) > before:
+    beginning = opening_messages(conversation.messages)
+    if beginning is None or len(beginning) > num_before:
         return None
     if conversation.opening_text is None:
         conversation.opening_text = renderer.render(beginning, tools)
@@ -148,40 +169,44 @@ def _render_after_prompt(
     return render_addition(renderer.render, beginning, conversation.opening_text, answered, tools)
 
 
-def _extend(
-    turn: Turn, rest: str, added: list[Message], renderer: Renderer, namer: Namer
+def _cut_extension(
+    turn: Turn, remainder: str, added: list[Message], renderer: Renderer, namer: Namer
 ) -> Unencoded | None:
-    """The text of a request that extends `turn` by `added`, with `rest` rendered after the turn's prompt;
-    None if `rest` does not begin with the whole answer and its end-of-turn token."""
+    """The text that a request adds to `turn`: `remainder`, the rendering after the turn's prompt, without the
+    answer. None if `remainder` does not begin with the whole answer and its end-of-turn token."""
     if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
         # the answer spells an end-of-turn token in ordinary tokens: the cut would fall inside the answer
         return None
     last_id = int(turn.ids[-1]) if len(turn.ids) else None
-    suffix = renderer.suffix_after_turn(rest, last_id)
+    suffix = renderer.suffix_after_turn(remainder, last_id)
     if suffix is None:
         return None
-    shown = rest[: len(rest) - len(suffix)]
-    if not shows(shown, turn.message):
+    answer = remainder[: len(remainder) - len(suffix)]
+    if not shows(answer, turn.message):
         return None
     renderer.check_shown(suffix, added)
-    mark = turn.prompt.text.extend(shown)
+    prefix = turn.prompt.rendered.extend(answer)
     stop = "" if last_id is None else renderer.stop_texts.get(last_id, "")
-    after = stop if shown.endswith(stop) else ""
-    return Unencoded(TreePosition(turn, turn.end), mark, suffix, after, renderer, namer)
+    preceding_stop = stop if answer.endswith(stop) else ""
+    return Unencoded(Position(turn, turn.end), prefix, suffix, preceding_stop, renderer, namer)
 
 
-def _last_common_seam(matched: Turn, text: str) -> tuple[TreePosition, TextMark]:
-    """The last seam in the conversation's recorded tokens up to which their text is a prefix of this one."""
-    prompts = [turn.prompt for turn in matched.conversation() if turn.prompt.seam is not None]
-    place = TreePosition(None, 0)
-    last = NO_TEXT
-    mark = NO_TEXT
-    for prompt in sorted(prompts, key=lambda prompt: prompt.seam.text.length if prompt.seam else 0):
-        assert prompt.seam is not None
-        if prompt.seam.text.length > len(text):
+def _last_common_boundary(matched: Turn, text: str) -> tuple[Position, PrefixDigest]:
+    """The last turn boundary in the conversation's recorded tokens up to which `text` repeats their
+    rendering: its position, and the digest of the text before it."""
+    boundaries = [
+        (turn.prompt.boundary, turn.prompt)
+        for turn in matched.conversation()
+        if turn.prompt.boundary is not None
+    ]
+    position = Position(None, 0)
+    common = EMPTY_PREFIX
+    prefix = EMPTY_PREFIX
+    for boundary, prompt in sorted(boundaries, key=lambda pair: pair[0].rendered.length):
+        if boundary.rendered.length > len(text):
             break
-        mark = mark.extend(text[mark.length : prompt.seam.text.length])
-        if mark == prompt.seam.text:
-            place = place_at(prompt, prompt.seam.num_tokens)
-            last = mark
-    return place, last
+        prefix = prefix.extend(text[prefix.length : boundary.rendered.length])
+        if prefix == boundary.rendered:
+            position = position_at(prompt, boundary.num_tokens)
+            common = prefix
+    return position, common

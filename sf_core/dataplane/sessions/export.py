@@ -18,7 +18,7 @@ from sf_core.config.failures import Status
 from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
-from sf_core.dataplane.sessions.tree import Node, walk_line
+from sf_core.dataplane.sessions.tree import Node, walk_path
 from sf_core.pictures.sight import Sight
 from sf_core.types import PictureSpan
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
@@ -27,7 +27,7 @@ _Path = list[tuple[Node, int]]
 """The nodes of a branch from its root on, each with the position where its part of the branch ends."""
 
 _Reach = dict[Node, tuple[int, int]]
-"""How far the branches so far reach into a node, and the first of them that reaches as far."""
+"""First branch that reaches furthest into a node so far, and the position up to which it does."""
 
 
 def export_session(
@@ -40,27 +40,31 @@ def export_session(
     status: Status = "finished",
     sight: Sight | None = None,
 ) -> list[Trajectory]:
-    """The report of its end has a reward, even for a failure, unless the answer could not be judged. `sight`
-    is that of a policy that was shown pictures."""
+    """The trajectories of a session that has ended. `report` has a reward, even for a failure, unless the
+    answer could not be judged. `sight` is that of a policy that was shown pictures."""
     assert report.reward is not None or report.status == "unjudged"
     # the clock may have been changed since the session began, perhaps in another process
     finished_at = max(session.started_at, time.time())
-    steps = {session.find_turn_id(answer): step for answer, step in report.step_rewards.items()}
-    rewards = {turn: steps.get(session.turn_id(turn.prompt, turn.sample)) for turn in session.turns}
+    reward_by_turn_id = {
+        session.find_turn_id(answer_id): reward for answer_id, reward in report.step_rewards.items()
+    }
+    step_rewards = {
+        turn: reward_by_turn_id.get(session.turn_id(turn.prompt, turn.sample)) for turn in session.turns
+    }
     reach: _Reach = {}
     trajectories = []
     for branch, leaf in enumerate(_leaves(session.turns)):
-        path = list(walk_line(leaf, leaf.end))[::-1]
+        path = list(walk_path(leaf, leaf.end))[::-1]
         parent, shared_prefix = _find_shared(path, reach)
-        _cover(path, branch, reach)
-        token_ids, logprobs, versions = _columns(path, leaf.end)
+        _mark_covered(path, branch, reach)
+        token_ids, logprobs, versions = _token_columns(path, leaf.end)
         images: list[PictureSpan] = []
         if sight is not None:
             token_ids, images = session.pictures.read(token_ids, sight)
         mask = versions != NOT_SAMPLED
         for node, end in path:
             if isinstance(node, Turn) and node.constrained:
-                # up to where the branch leaves it
+                # up to where the branch leaves the turn
                 mask[node.start : end] = False
         # tokens that an earlier branch holds are trained there
         mask[:shared_prefix] = False
@@ -78,8 +82,8 @@ def export_session(
                 loss_mask=mask,
                 logprobs=logprobs,
                 policy_versions=versions,
-                turns=_spans(path, stop_ids, rewards),
-                messages=msgspec.json.encode(_conversation(leaf)).decode(),
+                turns=_spans(path, stop_ids, step_rewards),
+                messages=msgspec.json.encode(_collect_messages(leaf)).decode(),
                 reward=report.reward,
                 reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
                 status=status,
@@ -95,7 +99,7 @@ def export_session(
 
 
 def _find_shared(path: _Path, reach: _Reach) -> tuple[int | None, int]:
-    """The branch this path forks from, and how many tokens they share; (None, 0) for a new root."""
+    """The branch from which this path forks, and the number of shared tokens; (None, 0) for a new root."""
     branch = None
     shared = 0
     for node, end in path:
@@ -108,7 +112,8 @@ def _find_shared(path: _Path, reach: _Reach) -> tuple[int | None, int]:
     return branch, shared
 
 
-def _cover(path: _Path, branch: int, reach: _Reach) -> None:
+def _mark_covered(path: _Path, branch: int, reach: _Reach) -> None:
+    """Note in `reach` that the branch holds this path."""
     for node, end in path:
         if node not in reach or reach[node][1] < end:
             reach[node] = (branch, end)
@@ -118,40 +123,41 @@ def _leaves(turns: list[Turn]) -> list[Turn]:
     """The last turns of the branches, ordered so that the first branch to hold a token of a turn holds the
     whole turn: each turn's own branch comes before those that later requests forked off inside it."""
     first_leaf: dict[Turn, Turn] = {}
-    inner = {parent for turn in turns if (parent := _whole_parent(turn)) is not None}
+    inner = {parent for turn in turns if (parent := _previous_whole_turn(turn)) is not None}
     for leaf in turns:
         node: Turn | None = leaf if leaf not in inner else None
         while node is not None and node not in first_leaf:
             first_leaf[node] = leaf
-            node = _whole_parent(node)
+            node = _previous_whole_turn(node)
     return list(dict.fromkeys(first_leaf[turn] for turn in turns))
 
 
-def _whole_parent(turn: Turn) -> Turn | None:
-    """The previous turn on this turn's line, if the line holds all of that turn and its tools are the same:
+def _previous_whole_turn(turn: Turn) -> Turn | None:
+    """The previous turn on this turn's path, if the path holds all of that turn and its tools are the same:
     a branch has one set of tools, even where the template does not show them."""
     prompt = turn.prompt
-    for node, end in walk_line(prompt.parent, prompt.start):
+    for node, end in walk_path(prompt.parent, prompt.start):
         if isinstance(node, Turn):
             return node if end == node.end and node.prompt.tools == prompt.tools else None
     return None
 
 
-def _columns(path: _Path, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _token_columns(path: _Path, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, log-probs and policy versions of a branch."""
     token_ids = np.empty(length, dtype=np.int32)
     logprobs = np.full(length, np.nan, dtype=np.float32)
     versions = np.full(length, NOT_SAMPLED, dtype=np.int32)
     for node, end in path:
-        part = slice(node.start, end)
-        num = end - node.start
-        token_ids[part] = node.ids[:num]
+        columns = slice(node.start, end)
+        num_tokens = end - node.start
+        token_ids[columns] = node.ids[:num_tokens]
         if isinstance(node, Turn):
-            logprobs[part] = node.logprobs[:num]
-            versions[part] = node.versions[:num]
+            logprobs[columns] = node.logprobs[:num_tokens]
+            versions[columns] = node.versions[:num_tokens]
     return token_ids, logprobs, versions
 
 
-def _conversation(leaf: Turn) -> list[Message]:
+def _collect_messages(leaf: Turn) -> list[Message]:
     messages: list[Message] = []
     for turn in list(leaf.conversation())[::-1]:
         messages += turn.prompt.messages
@@ -160,7 +166,9 @@ def _conversation(leaf: Turn) -> list[Message]:
     return messages
 
 
-def _spans(path: _Path, stop_ids: tuple[int, ...], rewards: Mapping[Turn, float | None]) -> list[TurnSpan]:
+def _spans(
+    path: _Path, stop_ids: tuple[int, ...], step_rewards: Mapping[Turn, float | None]
+) -> list[TurnSpan]:
     spans: list[TurnSpan] = []
     for node, end in path:
         if isinstance(node, Turn):
@@ -177,7 +185,7 @@ def _spans(path: _Path, stop_ids: tuple[int, ...], rewards: Mapping[Turn, float 
                     sampling.temperature,
                     sampling.top_p,
                     sampling.top_k,
-                    rewards.get(node) if is_whole else None,
+                    step_rewards.get(node) if is_whole else None,
                 )
             )
         elif end > node.start:

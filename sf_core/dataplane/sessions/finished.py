@@ -1,4 +1,4 @@
-"""The result of a session that is over: what its end makes of it, kept until its rows are stored."""
+"""The result of a session that has ended, kept in memory until its rows are stored."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class FinishedSession:
 
     session_id: str
     claim: Claim | None
-    """None for a session that is of no group."""
+    """None for a session that belongs to no group."""
     reward: float | None
-    """None: it was not judged."""
+    """None: the answer was not judged."""
     environment: str
     min_version: int | None
     max_version: int | None
@@ -44,11 +44,11 @@ class FinishedSession:
     trajectories: Sequence[Trajectory]
     status: Status = "finished"
     error: str = ""
-    """Why it failed, if it did."""
+    """Message of the failure; empty without one."""
     report: str = ""
-    """Digest of the report that ended it; empty if none did."""
+    """Digest of the report that ended the session; empty if a time limit did."""
     judgements: ClassVar[Sequence[Judgement]] = ()
-    """What judges were asked for its reward, and what was noted."""
+    """Questions to judges for the reward and their replies, and noted values."""
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +58,7 @@ class FinishedSession:
 
 @dataclass(slots=True, eq=False)
 class JudgedSession(FinishedSession):
-    """One for whose reward judges were asked, or of which something was noted."""
+    """A session for whose reward judges were asked, or with noted values."""
 
     judgements: list[Judgement] = field(default_factory=list)  # type: ignore[misc]
 
@@ -77,8 +77,8 @@ def finish_session(
     stop_ids: tuple[int, ...],
     sight: Sight | None = None,
 ) -> FinishedSession:
-    """The result of a session that is not served any more. The report has a reward, even for a failure; none
-    if the answer could not be judged. `sight` is that of its policy, None if it is shown no pictures."""
+    """The result of a session that is not served any more. The report has a reward, even for a failure,
+    unless the answer could not be judged. `sight` is that of the policy, None if it is shown no pictures."""
     assert report.reward is not None or report.status == "unjudged"
     status = judge_status(session, report)
     trajectories = export_session(
@@ -93,8 +93,8 @@ def finish_session(
     versions = [turn.versions for turn in session.turns if len(turn.versions)]
     session.release()
     judgements = [*session.judgements, *report.judgements]
-    make = partial(JudgedSession, judgements=judgements) if judgements else FinishedSession
-    return make(
+    make_result = partial(JudgedSession, judgements=judgements) if judgements else FinishedSession
+    return make_result(
         session.session_id,
         session.claim,
         report.reward,
@@ -114,7 +114,7 @@ def _group_id(spec: RunSpec, session: Session) -> str | None:
 
 
 def judge_status(session: Session, report: FinishBody) -> Status:
-    """How a session ended. A failure that the policy may have caused shows in the last
+    """The status of a session that has ended. A failure that the policy may have caused shows in the last
     request: its prompt did not fit, or its answer had a call that could not be parsed."""
     if report.status == "unjudged":
         return "not_judged"
@@ -131,4 +131,5 @@ def judge_status(session: Session, report: FinishBody) -> Status:
             return "agent_error"
     if session.has_overflowed:
         return "context_overflow"
-    return "unparsed_call" if session.turns and session.turns[-1].num_unparsed_calls else "agent_error"
+    has_unparsed_call = bool(session.turns) and session.turns[-1].num_unparsed_calls > 0
+    return "unparsed_call" if has_unparsed_call else "agent_error"

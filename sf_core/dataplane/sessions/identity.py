@@ -1,8 +1,8 @@
-"""The identity of requests, of which only what is new is hashed.
+"""Chained keys of conversations, of which only new messages are hashed.
 
 A request repeats the whole history. Its messages are compared with those of the session's latest requests,
 which is many times cheaper than hashing them, and hashed from the first new one on. An answer that comes back
-with a name, or with other ids of its calls, is the recorded one.
+with a name, or with other ids of its calls, counts as the recorded answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sf_core.dataplane.chat.messages import Message, as_said, chain_keys, extend
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.sessions.tree import Turn
 
-NUM_KEPT = 16
+MAX_CONVERSATIONS = 16
 """Number of conversations of a session that may alternate without being hashed again."""
 
 
@@ -32,7 +32,15 @@ KEY_BYTES = 70
 class Conversation:
     """One request's messages and their chained keys: one of the tools, then one per message."""
 
-    __slots__ = ("_numbers", "_renamed", "_sent", "keys", "messages", "num_known", "opening_text")
+    __slots__ = (
+        "_number_calls",
+        "_recorded_call_ids",
+        "_sent",
+        "keys",
+        "messages",
+        "num_known",
+        "opening_text",
+    )
 
     def __init__(self, tools_key: bytes) -> None:
         self.messages: list[Message] = []
@@ -41,61 +49,62 @@ class Conversation:
         """Rendering of the messages up to the first user message; None until it is needed."""
         self.num_known = 0
         """Number of leading messages that an earlier request had."""
-        self._numbers: dict[int, bytes] = {}
-        """Encoded calls whose arguments hold numbers, by message: to Python 1, 1.0 and True are equal."""
+        self._number_calls: dict[int, bytes] = {}
+        """Encoded calls with numbers in their arguments, by message: to Python 1, 1.0 and True are equal."""
         self._sent: dict[int, Message] = {}
-        """What the agent sent, where another message stands for it."""
-        self._renamed: dict[str, str] | None = None
+        """Messages as the agent sent them, where the recorded message replaces the sent one."""
+        self._recorded_call_ids: dict[str, str] | None = None
         """See _match_calls; None until a result needs it."""
 
     def extend(self, messages: list[Message], answers: Answers) -> None:
         for sent in messages:
             at = len(self.messages)
-            if "tool_calls" in sent and _has_number(calls := _calls(sent)):
-                self._numbers[at] = calls
-            message = self._recall_message(sent, answers)
+            if "tool_calls" in sent and _has_number(calls := _encode_calls(sent)):
+                self._number_calls[at] = calls
+            message = self._canonical_message(sent, answers)
             if message is not sent:
                 self._sent[at] = sent
             if message["role"] == "assistant":
-                self._renamed = None
+                self._recorded_call_ids = None
             self.messages.append(message)
             self.keys.append(extend_chain(self.keys[-1], message))
 
-    def _recall_message(self, sent: Message, answers: Answers) -> Message:
-        """The message that stands for the one sent: the recorded answer, and results by its calls' ids."""
+    def _canonical_message(self, sent: Message, answers: Answers) -> Message:
+        """The canonical message for a sent one: the recorded answer, and results with its calls' ids."""
         if sent["role"] == "tool":
             call_id = self._match_calls().get(sent["tool_call_id"])
             return sent if call_id is None else {**sent, "tool_call_id": call_id}
         if sent["role"] != "assistant":
             return sent
-        said = as_said(sent)
-        if extend_chain(self.keys[-1], said) in answers:
-            return sent if said == sent else said
-        turn = answers.get(extend_chain(self.keys[-1], without_ids(said)))
+        plain = as_said(sent)
+        if extend_chain(self.keys[-1], plain) in answers:
+            return sent if plain == sent else plain
+        turn = answers.get(extend_chain(self.keys[-1], without_ids(plain)))
         return sent if turn is None else as_said(turn.message)
 
     def _match_calls(self) -> dict[str, str]:
         """Recorded ids of the last answer's calls, by those that the agent sent."""
-        if self._renamed is not None:
-            return self._renamed
+        if self._recorded_call_ids is not None:
+            return self._recorded_call_ids
         at = len(self.messages) - 1
         while at >= 0 and self.messages[at]["role"] != "assistant":
             at -= 1
         sent = self._sent.get(at, {})
-        ours = self.messages[at].get("tool_calls", ()) if sent else ()
-        pairs = zip(sent.get("tool_calls", ()), ours, strict=True)
-        self._renamed = {theirs["id"]: recorded["id"] for theirs, recorded in pairs}
-        return self._renamed
+        sent_calls = sent.get("tool_calls", ())
+        recorded_calls = self.messages[at].get("tool_calls", ()) if sent else ()
+        pairs = zip(sent_calls, recorded_calls, strict=True)
+        self._recorded_call_ids = {sent_call["id"]: recorded["id"] for sent_call, recorded in pairs}
+        return self._recorded_call_ids
 
     @property
     def num_bytes(self) -> int:
         """Approximate memory in bytes of what only this conversation holds."""
-        # a thread may be extending it
+        # a thread may be extending the conversation
         return sys.getsizeof(self.opening_text) + sum(map(size_of, list(self._sent.values())))
 
-    def hold_once(self, matched: Turn) -> None:
-        """Replace messages of the request by the recorded objects of the turn that it extends, to hold them
-        once."""
+    def share_recorded_messages(self, matched: Turn) -> None:
+        """Replace messages of the request by the equal recorded objects of the turn that it extends, so that
+        memory holds them once."""
         for turn in matched.conversation():
             at = turn.prompt.num_messages
             if at < self.num_known:
@@ -109,7 +118,7 @@ class Conversation:
         copy = Conversation(self.keys[0])
         copy.messages = self.messages[:num_messages]
         copy.keys = self.keys[: num_messages + 1]
-        copy._numbers = {i: calls for i, calls in self._numbers.items() if i < num_messages}
+        copy._number_calls = {i: calls for i, calls in self._number_calls.items() if i < num_messages}
         copy._sent = {i: message for i, message in self._sent.items() if i < num_messages}
         return copy
 
@@ -119,11 +128,12 @@ class Conversation:
         if self._sent or self.messages != messages[:num]:
             sent = (self._sent.get(i, message) for i, message in enumerate(self.messages))
             pairs = zip(sent, messages, strict=False)
-            num = next((i for i, (mine, other) in enumerate(pairs) if mine != other), min(num, len(messages)))
-        for i, calls in self._numbers.items():
+            differing = (i for i, (message, other) in enumerate(pairs) if message != other)
+            num = next(differing, min(num, len(messages)))
+        for i, calls in self._number_calls.items():
             if i >= num:
                 break
-            if messages[i] is not self.messages[i] and _calls(messages[i]) != calls:
+            if messages[i] is not self.messages[i] and _encode_calls(messages[i]) != calls:
                 return i
         return num
 
@@ -138,7 +148,7 @@ class Conversations:
         texts = sum(conversation.num_bytes for conversation in self._recent)
         return texts + sum(KEY_BYTES * len(conversation.keys) for conversation in self._recent)
 
-    def recall(
+    def find_or_create(
         self,
         tools: list[Tool],
         messages: list[Message],
@@ -163,14 +173,14 @@ class Conversations:
             self._recent.remove(best)
         best.num_known = shared
         best.extend(messages[shared:], answers)
-        self._recent = [*self._recent[-NUM_KEPT + 1 :], best]
+        self._recent = [*self._recent[-MAX_CONVERSATIONS + 1 :], best]
         return best
 
     def forget(self, conversation: Conversation) -> None:
-        self._recent = [one for one in self._recent if one is not conversation]
+        self._recent = [recent for recent in self._recent if recent is not conversation]
 
 
-def _calls(message: Message) -> bytes:
+def _encode_calls(message: Message) -> bytes:
     return encode_sorted(message["tool_calls"])
 
 

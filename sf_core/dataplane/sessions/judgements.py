@@ -1,4 +1,4 @@
-"""What judges were asked for the rewards of sessions: figures of it, and the tokens that it took."""
+"""Figures of the questions that judges were asked for rewards, and the tokens that judges have used."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from storage.tables.judgements import Judgement
 
 
 class Spent(Counter[str]):
-    """Tokens that judges have taken since the last batch, by their names. After a restart of the process
-    those for sessions that the journal does not hold any more are missing."""
+    """Tokens that judges have used since the last batch, by the judges' names. After a restart of the
+    process, tokens for sessions that the journal does not hold any more are missing."""
 
     def add(self, judgements: Iterable[Judgement]) -> None:
         for judgement in judgements:
@@ -22,7 +22,7 @@ class Spent(Counter[str]):
                 self[judgement.judge] += judgement.tokens
 
     def explain_excess(self, budgets: Mapping[str, int]) -> str:
-        """Why a run ends whose judges have taken more than they may; empty if they have not."""
+        """Why a run ends whose judges have used more tokens than allowed; empty if they have not."""
         excess = [
             f"judge {name} has used {self[name]} tokens since the last batch, but "
             f"environment.judges.{name}.max_tokens_per_iteration is {budget}: raise this setting and resume "
@@ -34,7 +34,7 @@ class Spent(Counter[str]):
 
 
 def summarise(judgements: Iterable[Judgement]) -> dict[str, Any]:
-    """Means of what was noted, and figures of each judge, as manifests have them."""
+    """Means of noted values, and figures of each judge, as manifests store them."""
     noted = defaultdict[str, list[float]](list)
     judges = defaultdict[str, list[Judgement]](list)
     for judgement in judgements:
@@ -52,7 +52,7 @@ def summarise(judgements: Iterable[Judgement]) -> dict[str, Any]:
 
 def count_discarded(judgements: Iterable[Judgement]) -> Counter[str]:
     """Number of replies that did not count, by reason."""
-    return Counter(reason for one in judgements for reason in one.discarded)
+    return Counter(reason for judgement in judgements for reason in judgement.discarded)
 
 
 def _describe(rows: Sequence[Judgement]) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def _agreement(rows: Sequence[Judgement]) -> float | None:
     pairs = defaultdict[int, list[bool]](list)
     for row in rows:
         if row.pair is not None and row.verdict is not None:
-            chosen = msgspec.json.decode(row.verdict, type=dict[str, float])
-            pairs[row.pair].append(chosen["A"] > chosen["B"])
+            scores = msgspec.json.decode(row.verdict, type=dict[str, float])
+            pairs[row.pair].append(scores["A"] > scores["B"])
     answered_twice = [pair for pair in pairs.values() if len(pair) == 2]
     # the second order has the texts the other way round
-    agree = [first is not second for first, second in answered_twice]
-    return float(np.mean(agree)) if agree else None
+    agreements = [first is not second for first, second in answered_twice]
+    return float(np.mean(agreements)) if agreements else None

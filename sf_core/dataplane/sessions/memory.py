@@ -1,7 +1,7 @@
-"""The memory that open sessions and results which are not stored yet take, against its bound.
+"""The memory of open sessions and of results that are not stored yet, against its bound.
 
-Owns the account alone. What is held back while memory is full: new groups (runs/decide.py) and new
-external sessions (control/plane.py); what has begun goes on.
+Owns the account alone. While memory is full, new groups (runs/decide.py) and new external sessions
+(control/plane.py) wait; begun sessions go on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Memory:
     def __init__(self, bound_mb: float = DataplaneOptions.memory_mb) -> None:
         self.bound_bytes = int(bound_mb * 2**20)
         self.num_bytes = 0
-        """Sum of the bytes of all items, each as it was last weighed."""
+        """Sum of the bytes of all items, each as of its last weighing."""
         self.watchers: set[Signal] = set()
         """Notified when memory is no longer full."""
         self._weights: dict[Sized, int] = {}
@@ -38,7 +38,7 @@ class Memory:
         self.weigh(item)
 
     def weigh(self, item: Sized) -> None:
-        """Count an item as it is now; no effect if it is not counted."""
+        """Update the bytes of an item; no effect if the item was not added."""
         if item in self._weights:
             before = self._weights[item]
             self._weights[item] = item.num_bytes
@@ -52,9 +52,9 @@ class Memory:
         return self.num_bytes > self.bound_bytes
 
     def __str__(self) -> str:
-        held = self.num_bytes / 2**20
-        bound = self.bound_bytes / 2**20
-        return f"memory: {held:,.1f} of {bound:,.1f} MB held"
+        used_mb = self.num_bytes / 2**20
+        bound_mb = self.bound_bytes / 2**20
+        return f"memory: {used_mb:,.1f} of {bound_mb:,.1f} MB held"
 
     def _grow(self, num_bytes: int) -> None:
         was_full = self.is_full

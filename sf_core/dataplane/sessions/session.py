@@ -1,7 +1,7 @@
 """One session: which recorded turn a request extends, what it adds, and what was sampled for it.
 
-Recorded ids are always reused; only what follows them is rendered and encoded. The tokens
-themselves are in tree.py.
+Recorded ids are always reused; only the text after them is rendered and encoded. The tokens themselves are in
+tree.py.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from sf_core.dataplane.sessions.identity import Conversation, Conversations
 from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.pictures import Pictures
 from sf_core.dataplane.sessions.tree import (
-    NO_TEXT,
+    EMPTY_PREFIX,
     SAMPLED_BYTES,
+    PathBuffers,
+    Position,
     Prompt,
-    Tapes,
     TokenTree,
-    TreePosition,
     Turn,
     branch_reason,
     branch_reason_of_ids,
-    find_repeated,
+    find_repeated_turn,
     last_whole_turn,
 )
 from sf_core.dataplane.sessions.turn_events import (
@@ -63,15 +63,16 @@ PROMPT_BYTES = 800
 class Session:
     session_id: str
     claim: Claim | None = None
-    """None for a session that is of no group."""
+    """None for a session that belongs to no group."""
     runner: str = ""
     began_at: float = float("inf")
-    """When its time began, on the run's serving clock; infinity while it has no limit there."""
+    """When the time of the session began, on the run's serving clock; infinity while its time is not
+    limited."""
     floor: int = 0
-    """Oldest policy version that may answer its requests."""
+    """Oldest policy version that may answer the session's requests."""
     group: str | None = None
     by_operator: bool = False
-    """Whether the operator opened it: no client may read, reward or finish it then."""
+    """Whether the operator opened the session: no client may read, reward or finish it then."""
     task_id: str = ""
     environment: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -79,25 +80,25 @@ class Session:
     answer: str | None = None
     """The agent's answer as JSON, from the end of the agent until another runner has scored it."""
     waits_for_group: bool = False
-    """Its answer is scored together with those of its group, of which some are missing."""
+    """Whether the answer will be scored together with those of its group, of which some are missing."""
     scoring: str = ""
-    """Names the claim of its answer by the runner that scores it; empty while none does."""
+    """Id of the claim by which a runner scores the answer; empty while none does."""
     num_unjudged: int = 0
-    """How often its answer could not be judged."""
+    """Number of times that the answer could not be judged."""
     judgements: list[Judgement] = field(default_factory=list)
-    """What judges were asked then."""
+    """Questions to judges in these attempts, and their replies."""
     output: str | None = None
-    """What the agent's process wrote, likewise."""
+    """Output of the agent's process, from the end of the agent until another runner has scored the answer."""
     earned: RewardBody | None = None
-    """The reward that it was given before its end."""
+    """The reward that the session was given before its end."""
     report: str = ""
-    """Digest of the report that ends it; empty until then, and if its time ends it."""
+    """Digest of the report that ends the session; empty until then, and if a time limit ends it."""
     started_at: float = field(default_factory=time.time)
     prompts: list[Prompt] = field(default_factory=list)
     """Prompts in the order of their first requests."""
     turns: list[Turn] = field(default_factory=list)
     abandoned: list[Turn] = field(default_factory=list)
-    """Turns whose answer was not delivered, as far as they were sampled. Never trained on."""
+    """Turns whose answers were not delivered, as far as they were sampled. Never trained on."""
     recorded: list[RecordedTurn] = field(default_factory=list)
     """Turns that are not in flight and whose request may be retried: no later turn extends them."""
     running: set[Generation] = field(default_factory=set)
@@ -106,7 +107,7 @@ class Session:
     branch_reasons: Counter[str] = field(default_factory=Counter)
     pictures: Pictures = field(default_factory=Pictures)
     _tree: TokenTree = field(default_factory=TokenTree)
-    _tapes: Tapes = field(default_factory=Tapes)
+    _path_buffers: PathBuffers = field(default_factory=PathBuffers)
     _conversations: Conversations = field(default_factory=Conversations)
     _prompts: dict[tuple[bytes, str], Prompt] = field(default_factory=dict)
     """Prompts by chain key and forced text."""
@@ -121,7 +122,7 @@ class Session:
 
     @property
     def is_external(self) -> bool:
-        """Whether no runner works on it: its agent came by itself."""
+        """Whether an external agent works on the session, which no runner runs."""
         return is_external(self.claim)
 
     def open_prompt(
@@ -136,24 +137,25 @@ class Session:
     def draft(
         self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""
     ) -> Draft | Prompt:
-        """The prompt of a request that was asked before, else what makes it one. Nothing is encoded. One
+        """The prompt of a request that was asked before, else a draft of its prompt. Nothing is encoded. One
         request of the session at a time may be drafted, in any thread. Raises jinja2.TemplateError."""
-        conversation = self._conversations.recall(tools, messages, self._answers, renderer.options)
+        conversation = self._conversations.find_or_create(tools, messages, self._answers, renderer.options)
         keys = conversation.keys
         if (prompt := self._prompts.get((keys[-1], forced))) is not None:
             return prompt
-        matched = self._longest_match(keys)
+        matched = self._find_longest_match(keys)
         num_matched = matched.prompt.num_messages + 1 if matched else 0
         if matched is not None:
-            conversation.hold_once(matched)
+            conversation.share_recorded_messages(matched)
         try:
             unencoded = render_request(conversation, matched, tools, renderer, self.pictures)
         except Exception:
             self.discard(conversation)
             raise
         added = conversation.messages[num_matched:]
-        shown = b"" if matched or not tools else msgspec.json.encode(tools)
-        return Draft(conversation, matched, added, unencoded, forced, shown, sum(map(size_of, added)))
+        tools_json = b"" if matched or not tools else msgspec.json.encode(tools)
+        num_bytes = sum(map(size_of, added))
+        return Draft(conversation, matched, added, unencoded, forced, tools_json, num_bytes)
 
     def add(self, draft: Draft, encoded: Encoded) -> Prompt:
         """The prompt of a draft."""
@@ -162,36 +164,42 @@ class Session:
         keys = conversation.keys
         reason = None
         if self._prompts:
-            reason = branch_reason(encoded.place, matched, draft.messages, keys, self._openings)
+            reason = branch_reason(encoded.position, matched, draft.added, keys, self._openings)
         return self._add_prompt(
-            *(encoded, matched, draft.messages, len(conversation.messages), keys[-1], reason, draft.forced),
+            encoded,
+            matched,
+            draft.added,
+            len(conversation.messages),
+            keys[-1],
+            reason,
+            draft.forced,
             opening=() if matched else keys[:2],
             tools=draft.tools,
             num_bytes=draft.num_bytes,
         )
 
     def discard(self, conversation: Conversation) -> None:
-        """Hold nothing of a request that is refused."""
+        """Keep nothing of a request that is refused."""
         self._conversations.forget(conversation)
 
     def open_ids(self, ids: Sequence[int] | Ids) -> Prompt:
-        """The prompt of these ids, new or asked before; its beginning is shared with lines that have it."""
+        """The prompt of these ids, new or asked before; the paths that begin with the same ids share them."""
         array = np.asarray(ids, dtype=np.int32)
         chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
         prompt = self._prompts.get((chain, ""))
         if prompt is None:
-            tip = find_repeated(self.turns, self._tapes, array)
-            place = TreePosition(tip, tip.end if tip else 0)
-            place, rest = self._tree.follow(place, array[place.at :])
-            encoded = Encoded(place, rest, NO_TEXT, None)
-            continues = last_whole_turn(place)
-            reason = branch_reason_of_ids(place) if self._prompts else None
+            repeated = find_repeated_turn(self.turns, self._path_buffers, array)
+            start = Position(repeated, repeated.end if repeated else 0)
+            position, remainder = self._tree.follow(start, array[start.offset :])
+            encoded = Encoded(position, remainder, EMPTY_PREFIX, None)
+            continues = last_whole_turn(position)
+            reason = branch_reason_of_ids(position) if self._prompts else None
             prompt = self._add_prompt(encoded, continues, [], 0, chain, reason)
         return prompt
 
     def begin_sample(self, prompt: Prompt, nth: int) -> int:
-        """Count a turn begun from this prompt; returns its number among the prompt's turns. `nth` is its
-        index in its request."""
+        """Count a turn begun from this prompt; returns its number among the prompt's turns. `nth` is the
+        index of the turn in its request."""
         if nth == 0 and prompt.num_samples:
             self.branch_reasons["asked_again"] += 1
         elif nth == 0 and prompt.branch_reason is not None:
@@ -224,30 +232,31 @@ class Session:
         assert generation.finish_reason is not None
         reason = generation.finish_reason
         index = len(self.turns)
-        turn = Turn.of(generation, prompt, sample, message, reason, num_unparsed_calls, index)
+        turn = Turn.from_generation(generation, prompt, sample, message, reason, num_unparsed_calls, index)
         self._add_turn(turn)
         return turn
 
     def abandon(self, generation: Generation, prompt: Prompt, sample: int, message: Message) -> Turn:
-        """Record what was sampled of a turn that no client waits for any more."""
-        turn = Turn.of(generation, prompt, sample, message, FinishReason.ABORT, 0, len(self.abandoned))
+        """Record the sampled part of a turn for which no client waits any more."""
+        reason = FinishReason.ABORT
+        turn = Turn.from_generation(generation, prompt, sample, message, reason, 0, len(self.abandoned))
         self._add_abandoned(turn)
         return turn
 
-    def forget_answered(self, prompt: Prompt, identity: bytes) -> None:
-        """Forget recorded turns that are not asked again, now that a request of this identity has asked
-        `prompt`."""
-        self.recorded = [known for known in self.recorded if known.may_be_asked_again(prompt, identity)]
+    def forget_answered(self, prompt: Prompt, fingerprint: bytes) -> None:
+        """Discard recorded turns whose requests are not retried any more, now that a request with this
+        fingerprint has asked `prompt`."""
+        self.recorded = [turn for turn in self.recorded if turn.may_be_retried(prompt, fingerprint)]
 
     def set_aside_unanswered(self, in_flight: Iterable[RecordedTurn] = ()) -> int:
         """When the session ends, move turns with undelivered answers to the abandoned ones: only delivered
         answers are trained on. Answers that a restart found count as delivered. Returns the number moved."""
-        known = [*in_flight, *self.recorded]
-        unanswered = {recorded.turn for recorded in known if recorded.is_unanswered}
-        aside = [turn for turn in self.turns if turn in unanswered]
-        self.turns = [turn for turn in self.turns if turn not in unanswered]
-        self.abandoned += aside
-        return len(aside)
+        records = [*in_flight, *self.recorded]
+        undelivered = {record.turn for record in records if record.never_arrived}
+        moved = [turn for turn in self.turns if turn in undelivered]
+        self.turns = [turn for turn in self.turns if turn not in undelivered]
+        self.abandoned += moved
+        return len(moved)
 
     @property
     def num_unfinished(self) -> int:
@@ -261,13 +270,13 @@ class Session:
         return self.prompts[start:]
 
     def apply(self, event: TurnEvent) -> None:
-        """Do what an event did, after a restart. Those of one turn come in order, those of several may
-        interleave."""
+        """Repeat the effect of an event, after a restart. Events of one turn come in order; events of several
+        turns may interleave."""
         if isinstance(event, Overflowed):
             self.has_overflowed = True
             return
         if isinstance(event, Begun):
-            return self._apply_begin(event)
+            return self._apply_begun(event)
         recorded = next((known for known in reversed(self.recorded) if known.key == event.key), None)
         if recorded is None:
             return  # a later turn extended it before its delivery was written
@@ -276,24 +285,24 @@ class Session:
                 recorded.engines = event.engines
                 recorded.chunks.append(event.tokens)
             case TurnEnded():
-                self._apply_end(event, recorded)
+                self._apply_ended(event, recorded)
             case Delivered():
                 recorded.delivered = True
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that were sampled in it so far, those of turns that were not delivered left out."""
-        done = sum(len(turn.ids) for turn in self.turns)
-        return done + sum(len(generation.token_ids) for generation in self.running)
+        """Number of tokens sampled in the session so far, without abandoned turns."""
+        finished = sum(len(turn.ids) for turn in self.turns)
+        return finished + sum(len(generation.token_ids) for generation in self.running)
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory in bytes; takes no longer than what each request does anyway."""
+        """Approximate memory in bytes. Computing it takes no longer than the other work of each request."""
         parts = self.earned.reward_parts if self.earned else ()
         texts = [self.group, self.task_id, self.environment, self.answer, self.output, *parts]
         num_bytes = SESSION_BYTES + size_of(self.metadata) + size_of(texts)
         num_bytes += self._num_bytes
-        num_bytes += self._tapes.num_bytes + self._conversations.num_bytes + self.pictures.num_bytes
+        num_bytes += self._path_buffers.num_bytes + self._conversations.num_bytes + self.pictures.num_bytes
         num_bytes += sum(map(size_of_judgement, self.judgements))
         for recorded in self.recorded:
             if recorded.turn is None:
@@ -301,21 +310,22 @@ class Session:
         return num_bytes
 
     def release(self) -> None:
-        """Part prompts and tapes, so that their memory is free as soon as nobody holds the session."""
-        self._tapes.clear()
+        """Separate prompts and path buffers, so that their memory is freed with the last reference to the
+        session."""
+        self._path_buffers.clear()
 
-    def _apply_begin(self, event: Begun) -> None:
+    def _apply_begun(self, event: Begun) -> None:
         for new in event.prompts:
             prompt = new.resolve(self.prompts, self.turns)
-            prompt.tapes = self._tapes
-            self._take_prompt(prompt, sum(map(size_of, prompt.messages)))
+            prompt.path_buffers = self._path_buffers
+            self._register_prompt(prompt, sum(map(size_of, prompt.messages)))
             self.take_unrecorded()
         prompt = self.prompts[event.key.prompt]
         self.begin_sample(prompt, event.nth)
         self.forget_answered(prompt, event.identity)
         self.recorded.append(RecordedTurn(event.key, event.identity, prompt))
 
-    def _apply_end(self, event: TurnEnded, recorded: RecordedTurn) -> None:
+    def _apply_ended(self, event: TurnEnded, recorded: RecordedTurn) -> None:
         turn = event.make_turn(recorded.prompt, recorded.tokens)
         if turn.finish_reason is FinishReason.ABORT:
             self._add_abandoned(turn)
@@ -335,8 +345,8 @@ class Session:
         self._tree.add(turn)
         self._num_bytes += turn.num_bytes
         answer = as_said(turn.message)
-        for said in (answer, without_ids(answer)):
-            self._answers[extend_chain(turn.prompt.chain, said)] = turn
+        for spelling in (answer, without_ids(answer)):
+            self._answers[extend_chain(turn.prompt.chain, spelling)] = turn
         if turn.prompt.continues is not None:
             turn.prompt.continues.has_continuation = True
 
@@ -353,28 +363,28 @@ class Session:
         tools: bytes = b"",
         num_bytes: int = 0,
     ) -> Prompt:
-        place, ids = self._tree.follow(encoded.place, encoded.ids)
+        position, ids = self._tree.follow(encoded.position, encoded.ids)
         prompt = Prompt(
-            place.node,
-            place.at,
+            position.node,
+            position.offset,
             ids.copy(),
             continues,
             messages,
             num_messages,
             chain,
             len(self.prompts),
-            encoded.text,
-            encoded.seam,
+            encoded.rendered,
+            encoded.boundary,
             reason,
             forced,
             opening,
             continues.prompt.tools if continues is not None else tools,
-            tapes=self._tapes,
+            path_buffers=self._path_buffers,
         )
-        self._take_prompt(prompt, num_bytes)
+        self._register_prompt(prompt, num_bytes)
         return prompt
 
-    def _take_prompt(self, prompt: Prompt, num_bytes: int) -> None:
+    def _register_prompt(self, prompt: Prompt, num_bytes: int) -> None:
         """`num_bytes`: memory of its messages."""
         self.prompts.append(prompt)
         self._prompts[prompt.chain, prompt.forced] = prompt
@@ -384,7 +394,7 @@ class Session:
         tools = prompt.tools if prompt.continues is None else b""
         self._num_bytes += PROMPT_BYTES + prompt.ids.nbytes + len(tools) + num_bytes
 
-    def _longest_match(self, keys: list[bytes]) -> Turn | None:
-        """The deepest recorded turn with whose conversation this one begins."""
+    def _find_longest_match(self, keys: list[bytes]) -> Turn | None:
+        """The deepest recorded turn whose conversation these keys begin with."""
         answers = (self._answers.get(keys[i]) for i in range(len(keys) - 1, 0, -1))
         return next((turn for turn in answers if turn is not None), None)

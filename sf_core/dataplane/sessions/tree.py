@@ -1,8 +1,8 @@
 """The tokens of one session as a tree: prompts and turns, each holding only what it adds.
 
-Owns which tokens are shared. A line is the path from the root to a node. A prompt shares the tokens of a line
-as far as it repeats them, to the end of a turn or into the middle of a turn or prompt, and adds the rest.
-Iterative throughout, because lines may be thousands of turns long.
+Owns which tokens are shared. A path leads from the root to a node. A prompt shares the tokens of a path as
+far as it repeats them, to the end of a turn or into the middle of a turn or prompt, and adds the rest.
+Iterative throughout, because paths may be thousands of turns long.
 """
 
 from __future__ import annotations
@@ -26,77 +26,81 @@ TURN_BYTES = 1200
 SAMPLED_BYTES = 4 + 4 + 4
 """Memory of the id, log-prob and version of a sampled token."""
 
-NUM_TIPS = 16
-"""Number of latest turns whose whole line is compared with a prompt given as ids."""
+MAX_COMPARED_TURNS = 16
+"""Number of latest turns whose whole path is compared with a prompt given as ids."""
 
-NUM_TAPES = 8
-"""Number of lines of a session that may alternate without being put together again."""
+MAX_PATH_BUFFERS = 8
+"""Number of paths of a session that may alternate without being put together again."""
 
 
-class TextMark(NamedTuple):
-    """Length and checksum of a text; both can be extended by further text without the text so far."""
+class PrefixDigest(NamedTuple):
+    """Length and checksum of a text. Both can be extended by further text without the text so far."""
 
     length: int
     """Number of characters."""
     crc: int
 
-    def extend(self, text: str) -> TextMark:
-        return TextMark(self.length + len(text), crc32(text.encode(), self.crc))
+    def extend(self, text: str) -> PrefixDigest:
+        return PrefixDigest(self.length + len(text), crc32(text.encode(), self.crc))
 
-    def rest_of(self, text: str) -> str | None:
-        """The rest of `text` after this one; None if `text` does not begin with this one."""
-        if len(text) < self.length or NO_TEXT.extend(text[: self.length]) != self:
+    def remainder_of(self, text: str) -> str | None:
+        """The remainder of `text` after the digested text; None if `text` does not begin with that text."""
+        if len(text) < self.length or EMPTY_PREFIX.extend(text[: self.length]) != self:
             return None
         return text[self.length :]
 
 
-NO_TEXT = TextMark(0, 0)
+EMPTY_PREFIX = PrefixDigest(0, 0)
 
 
-class Seam(NamedTuple):
-    """The last end-of-turn token in what a prompt encodes. Tokenizers split text there before encoding, so a
-    rendering that differs only behind the seam can be encoded from the seam on."""
+class LastTurnBoundary(NamedTuple):
+    """The last end-of-turn token in the newly encoded part of a prompt. Tokenizers split text there before
+    encoding, so a rendering that differs only after the boundary can be encoded from the boundary on."""
 
     num_tokens: int
-    """Tokens of the whole prompt before the seam."""
-    text: TextMark
-    """The rendering before the seam."""
+    """Tokens of the whole prompt before the boundary."""
+    rendered: PrefixDigest
+    """Digest of the rendering before the boundary."""
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """What one request adds to the tokens recorded before it. Each time it is asked it gets another turn."""
+    """The tokens that one request adds to those recorded before it. Each repetition of the request gets
+    another turn."""
 
     parent: Node | None
-    """Node whose line holds the prompt's tokens up to `start`."""
+    """Node whose path holds the prompt's tokens up to `start`."""
     start: int
     """Number of tokens before `ids`."""
     ids: Ids
     continues: Turn | None
-    """The turn whose answer its new messages follow; also the parent unless the template rewrote it."""
+    """The turn whose answer the new messages follow; also the parent unless the template rewrote the
+    answer."""
     messages: list[Message]
-    """Messages that it adds."""
+    """Messages that the request adds."""
     num_messages: int
     """Number of messages of the whole request."""
     chain: bytes
-    """Identity of the whole request: tools and all messages, or all ids."""
+    """Chain key of the whole request: of tools and all messages, or of all ids."""
     index: int
     """Position among the session's prompts."""
-    text: TextMark
-    """The rendering of the whole request, with which renderings of later extensions begin."""
-    seam: Seam | None
+    rendered: PrefixDigest
+    """Digest of the rendering of the whole request, with which renderings of later extensions begin."""
+    boundary: LastTurnBoundary | None
+    """None: `ids` hold no end-of-turn token."""
     branch_reason: str | None
-    """Why it begins a new branch; None if it extends the tokens of a turn, and for the first prompt."""
+    """Why the prompt begins a new branch; None if it extends the tokens of a turn, and for the first
+    prompt."""
     forced: str = ""
     """Forced beginning of its answers: encoded at the end of `ids`, but no part of the rendering."""
     opening: Sequence[bytes] = ()
-    """Chain keys of tools, and of tools with first message, if its conversation begins here."""
+    """Chain keys of tools, and of tools with first message, if the conversation begins with this prompt."""
     tools: bytes = b""
     """The tools of its conversation as JSON; empty without any."""
     num_samples: int = 0
     """Number of turns begun from it."""
-    tapes: Tapes = field(default_factory=lambda: Tapes())
-    """Tapes of the whole session."""
+    path_buffers: PathBuffers = field(default_factory=lambda: PathBuffers())
+    """Buffers of the whole session."""
 
     @property
     def end(self) -> int:
@@ -104,15 +108,15 @@ class Prompt:
 
     @property
     def version(self) -> int:
-        """Policy version of the last sampled token before it; 0 if there is none."""
-        for node, end in walk_line(self, self.end):
+        """Policy version of the last sampled token up to the end of the prompt; 0 if there is none."""
+        for node, end in walk_path(self, self.end):
             if isinstance(node, Turn) and end > node.start:
                 return int(node.versions[end - node.start - 1])
         return 0
 
     def full_ids(self) -> array[int]:
         """All int32 ids of the prompt, with names in place of pictures (pictures.py)."""
-        return self.tapes.read(self)
+        return self.path_buffers.read(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,11 +140,12 @@ class Turn:
     index: int
     """Position among the session's turns, or among its abandoned turns."""
     constrained: bool = False
-    """It followed a grammar, so that its log-probs are not those of the policy alone: it does not train."""
+    """Whether the answer followed a grammar: its log-probs are not those of the policy alone, so it does not
+    train."""
     has_continuation: bool = False
 
     @classmethod
-    def of(
+    def from_generation(
         cls,
         generation: Generation,
         prompt: Prompt,
@@ -150,7 +155,7 @@ class Turn:
         num_unparsed_calls: int,
         index: int,
     ) -> Turn:
-        """What a generation has sampled."""
+        """The turn of a generation, as far as it is sampled."""
         return cls(
             prompt,
             sample,
@@ -195,51 +200,52 @@ class Turn:
 Node = Prompt | Turn
 
 
-def walk_line(node: Node | None, end: int) -> Iterator[tuple[Node, int]]:
-    """The nodes that hold the first `end` tokens of a node's line, latest first, with the end of each."""
+def walk_path(node: Node | None, end: int) -> Iterator[tuple[Node, int]]:
+    """The nodes that hold the first `end` tokens of a node's path, latest first, with the end of each."""
     while node is not None:
         yield node, end
         end = node.start
         node = node.parent
 
 
-class Tapes:
-    """The ids of the latest lines as flat arrays: extending one costs a copy, not a walk over its turns."""
+class PathBuffers:
+    """The ids of the latest paths as flat arrays: extending a path costs a copy, not a walk over its
+    turns."""
 
     def __init__(self) -> None:
-        self._tapes: list[tuple[Node, array[int]]] = []
-        """Last node and ids of each line, the latest line last."""
+        self._buffers: list[tuple[Node, array[int]]] = []
+        """Last node and ids of each path, the latest path last."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(4 * len(tape) for _, tape in self._tapes)
+        return sum(4 * len(ids) for _, ids in self._buffers)
 
     def clear(self) -> None:
-        """Forget all lines. Prompts and tapes refer to each other, so nothing would be freed otherwise."""
-        self._tapes.clear()
+        """Discard all paths. Prompts and buffers refer to each other, so nothing would be freed otherwise."""
+        self._buffers.clear()
 
     def read(self, node: Node) -> array[int]:
         """All ids up to the end of a node, int32."""
-        parts: list[Ids] = []
-        tape: array[int] = array("i")
-        for part, end in walk_line(node, node.end):
-            kept = next((i for i, (tip, _) in enumerate(self._tapes) if tip is part), None)
-            if kept is not None and end == part.end:
-                tape = self._tapes.pop(kept)[1]
+        missing: list[Ids] = []
+        buffer: array[int] = array("i")
+        for ancestor, end in walk_path(node, node.end):
+            index = next((i for i, (last, _) in enumerate(self._buffers) if last is ancestor), None)
+            if index is not None and end == ancestor.end:
+                _, buffer = self._buffers.pop(index)
                 break
-            parts.append(part.ids[: end - part.start])
-        for ids in reversed(parts):
-            tape.frombytes(ids.tobytes())
-        self._tapes = [*self._tapes[-NUM_TAPES + 1 :], (node, tape)]
-        return tape[:]
+            missing.append(ancestor.ids[: end - ancestor.start])
+        for ids in reversed(missing):
+            buffer.frombytes(ids.tobytes())
+        self._buffers = [*self._buffers[-MAX_PATH_BUFFERS + 1 :], (node, buffer)]
+        return buffer[:]
 
 
 @dataclass(slots=True)
-class TreePosition:
-    """The position after the first `at` tokens of a node's line."""
+class Position:
+    """The position after the first `offset` tokens of a node's path."""
 
     node: Node | None
-    at: int
+    offset: int
 
 
 @dataclass(slots=True)
@@ -252,51 +258,52 @@ class TokenTree:
             key = (node.parent, node.start, int(node.ids[0]))
             self._children.setdefault(key, []).append(node)
 
-    def follow(self, place: TreePosition, ids: Ids) -> tuple[TreePosition, Ids]:
-        """Walk on from a place while recorded tokens equal `ids`; returns the end and the remaining ids."""
-        node = place.node
-        at = place.at
-        if node is not None and at < node.end:
-            num_common = common_length(node.ids[at - node.start :], ids)
-            at = at + num_common
+    def follow(self, position: Position, ids: Ids) -> tuple[Position, Ids]:
+        """Walk on from a position while recorded tokens equal `ids`; returns the end and the remaining
+        ids."""
+        node = position.node
+        offset = position.offset
+        if node is not None and offset < node.end:
+            num_common = common_length(node.ids[offset - node.start :], ids)
+            offset = offset + num_common
             ids = ids[num_common:]
         while len(ids):
             longest = 0
             best = node
-            for child in self._children.get((node, at, int(ids[0])), ()):
+            for child in self._children.get((node, offset, int(ids[0])), ()):
                 if (num_common := common_length(child.ids, ids)) > longest:
                     longest = num_common
                     best = child
             if not longest:
                 break
             node = best
-            at = at + longest
+            offset = offset + longest
             ids = ids[longest:]
-        return TreePosition(node, at), ids
+        return Position(node, offset), ids
 
 
-def place_at(node: Node | None, at: int) -> TreePosition:
-    """The place behind the first `at` tokens of a node's line."""
-    while node is not None and at <= node.start:
+def position_at(node: Node | None, offset: int) -> Position:
+    """The position after the first `offset` tokens of a node's path."""
+    while node is not None and offset <= node.start:
         node = node.parent
-    return TreePosition(node, at)
+    return Position(node, offset)
 
 
-def last_whole_turn(place: TreePosition) -> Turn | None:
-    """The last turn that the line up to a place holds whole."""
-    for node, end in walk_line(place.node, place.at):
+def last_whole_turn(position: Position) -> Turn | None:
+    """The last turn that the path up to a position holds whole."""
+    for node, end in walk_path(position.node, position.offset):
         if isinstance(node, Turn) and end == node.end:
             return node
     return None
 
 
 def branch_reason(
-    place: TreePosition, matched: Turn | None, added: list[Message], keys: list[bytes], openings: set[bytes]
+    position: Position, matched: Turn | None, added: list[Message], keys: list[bytes], openings: set[bytes]
 ) -> str | None:
-    """Why a prompt begins a new branch whose ids leave the recorded lines at a place; None if it extends the
-    turn that it matched. `keys` are the chain keys of its conversation. `openings` are those of tools, and of
-    tools with first message, seen before."""
-    if matched is not None and (place.node is not matched or place.at != matched.end):
+    """Why a prompt begins a new branch, if its ids leave the recorded paths at `position`; None if it extends
+    the matched turn. `keys` are the chain keys of its conversation. `openings` are the chain keys of tools,
+    and of tools with first message, of earlier prompts."""
+    if matched is not None and (position.node is not matched or position.offset != matched.end):
         return "template_rewrote"
     if any(message["role"] == "assistant" for message in added):
         return "edited_history"
@@ -307,16 +314,16 @@ def branch_reason(
     return "new_conversation" if keys[1] in openings else "other_system"
 
 
-def branch_reason_of_ids(place: TreePosition) -> str | None:
-    """Why a prompt begins a new branch that was given as ids and leaves the recorded lines at a place; None
-    if it extends the tokens of a turn."""
-    if place.node is None:
+def branch_reason_of_ids(position: Position) -> str | None:
+    """Why a prompt that was given as ids begins a new branch, if it leaves the recorded paths at `position`;
+    None if it extends the tokens of a turn."""
+    if position.node is None:
         return "new_conversation"
-    if not isinstance(place.node, Turn):
+    if not isinstance(position.node, Turn):
         return "edited_history"
-    if place.at < place.node.end:
+    if position.offset < position.node.end:
         return "retokenised"
-    return "forked" if place.node.has_continuation else None
+    return "forked" if position.node.has_continuation else None
 
 
 def common_length(a: Ids, b: Ids) -> int:
@@ -325,11 +332,11 @@ def common_length(a: Ids, b: Ids) -> int:
     return int(differing[0]) if len(differing) else num
 
 
-def find_repeated(turns: Sequence[Turn], tapes: Tapes, ids: Ids) -> Turn | None:
-    """One of the latest turns whose whole line the ids begin with; most requests have one."""
-    for turn in islice(reversed(turns), NUM_TIPS):
-        # the turn's own ids first: they tell most lines apart at little cost
+def find_repeated_turn(turns: Sequence[Turn], path_buffers: PathBuffers, ids: Ids) -> Turn | None:
+    """The latest turn whose whole path the ids begin with, among the last few; most requests have one."""
+    for turn in islice(reversed(turns), MAX_COMPARED_TURNS):
+        # the turn's own ids first: they tell most paths apart at little cost
         ends_alike = turn.end <= len(ids) and np.array_equal(turn.ids, ids[turn.start : turn.end])
-        if ends_alike and np.array_equal(tapes.read(turn), ids[: turn.end]):
+        if ends_alike and np.array_equal(path_buffers.read(turn), ids[: turn.end]):
             return turn
     return None

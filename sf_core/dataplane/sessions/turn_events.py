@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.sessions.tree import Prompt, Seam, TextMark, Turn
+from sf_core.dataplane.sessions.tree import LastTurnBoundary, PrefixDigest, Prompt, Turn
 from sf_core.types import Chunk, FinishReason, Ids, Sampling
 
 
@@ -42,7 +42,7 @@ class SampledTokens(NamedTuple):
         return cls(*map(np.concatenate, zip(*parts, strict=True))) if parts else NO_TOKENS
 
     @classmethod
-    def of(cls, generation: Generation, start: int, end: int) -> SampledTokens:
+    def from_generation(cls, generation: Generation, start: int, end: int) -> SampledTokens:
         return cls(
             np.frombuffer(generation.token_ids[start:end], dtype=np.int32),
             np.frombuffer(generation.logprobs[start:end], dtype=np.float32),
@@ -54,10 +54,10 @@ NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.float32), np.emp
 
 
 class NewPrompt(msgspec.Struct, array_like=True):
-    """A prompt (tree.py) whose references to other nodes are indices."""
+    """A prompt (tree.py), in which indices stand for references to other nodes."""
 
     parent: tuple[bool, int] | None
-    """Whether it is a turn, and its index among the turns or prompts of the session."""
+    """Whether the parent is a turn, and its index among the turns or prompts of the session."""
     start: int
     ids: Ids
     continues: int | None
@@ -66,8 +66,8 @@ class NewPrompt(msgspec.Struct, array_like=True):
     num_messages: int
     chain: bytes
     index: int
-    text: TextMark
-    seam: Seam | None
+    text: PrefixDigest
+    seam: LastTurnBoundary | None
     branch_reason: str | None
     forced: str
     opening: list[bytes]
@@ -75,27 +75,49 @@ class NewPrompt(msgspec.Struct, array_like=True):
     """Empty if it continues a turn, whose tools are the same."""
 
     @classmethod
-    def of(cls, prompt: Prompt) -> NewPrompt:
+    def from_prompt(cls, prompt: Prompt) -> NewPrompt:
         parent = prompt.parent
         continues = prompt.continues
-        values = {name: getattr(prompt, name) for name in cls.__struct_fields__} | {
-            "parent": None if parent is None else (isinstance(parent, Turn), parent.index),
-            "continues": None if continues is None else continues.index,
-            "messages": msgspec.json.encode(prompt.messages),
-            "tools": prompt.tools if continues is None else b"",
-        }
-        return cls(**values)
+        return cls(
+            None if parent is None else (isinstance(parent, Turn), parent.index),
+            prompt.start,
+            prompt.ids,
+            None if continues is None else continues.index,
+            msgspec.json.encode(prompt.messages),
+            prompt.num_messages,
+            prompt.chain,
+            prompt.index,
+            prompt.rendered,
+            prompt.boundary,
+            prompt.branch_reason,
+            prompt.forced,
+            [*prompt.opening],
+            prompt.tools if continues is None else b"",
+        )
 
     def resolve(self, prompts: Sequence[Prompt], turns: Sequence[Turn]) -> Prompt:
-        """The prompt among those of its session, which has all nodes that it refers to."""
-        values = msgspec.structs.asdict(self) | {"messages": msgspec.json.decode(self.messages)}
+        """The prompt. `prompts` and `turns` of its session have all nodes to which it refers."""
+        parent: Prompt | Turn | None = None
         if self.parent is not None:
             is_turn, index = self.parent
-            values["parent"] = turns[index] if is_turn else prompts[index]
-        if self.continues is not None:
-            turn = turns[self.continues]
-            values |= {"continues": turn, "tools": turn.prompt.tools}
-        return Prompt(**values)
+            parent = turns[index] if is_turn else prompts[index]
+        continues = None if self.continues is None else turns[self.continues]
+        return Prompt(
+            parent,
+            self.start,
+            self.ids,
+            continues,
+            msgspec.json.decode(self.messages),
+            self.num_messages,
+            self.chain,
+            self.index,
+            self.text,
+            self.seam,
+            self.branch_reason,
+            self.forced,
+            self.opening,
+            self.tools if continues is None else continues.prompt.tools,
+        )
 
 
 class OfTurn(Event):
@@ -110,15 +132,15 @@ class Begun(OfTurn, tag="begun"):
     """A turn was begun."""
 
     nth: int
-    """Its index among the samples of its request."""
+    """Index of the turn among the samples of its request."""
     identity: bytes
-    """Identifies its request when that is retried (RequestIdentity.digest)."""
+    """Digest by which a retry of the request is recognised (RequestIdentity.digest)."""
     prompts: list[NewPrompt]
-    """Prompts opened since the session's last such event: later ones may begin with the tokens of any."""
+    """Prompts opened since the session's last such event: later prompts may begin with the tokens of any."""
 
 
 class Sampled(OfTurn, tag="sampled"):
-    """Tokens of a turn were sampled, by these engines so far."""
+    """Tokens of a turn were sampled; `engines` are all that have sampled for the turn so far."""
 
     tokens: SampledTokens
     engines: str
@@ -128,7 +150,7 @@ class TurnEnded(OfTurn, tag="ended"):
     """A turn has ended."""
 
     tokens: SampledTokens
-    """Tokens that no event before holds."""
+    """Tokens that no earlier event holds."""
     message: bytes
     """JSON."""
     finish_reason: FinishReason
@@ -140,22 +162,22 @@ class TurnEnded(OfTurn, tag="ended"):
     constrained: bool = False
 
     @classmethod
-    def of(cls, key: TurnKey, turn: Turn, num_recorded: int) -> TurnEnded:
+    def from_turn(cls, key: TurnKey, turn: Turn, num_recorded: int) -> TurnEnded:
         """The end of a turn whose first `num_recorded` tokens are recorded already."""
-        rest = slice(num_recorded, None)
-        tail = SampledTokens(turn.ids[rest], turn.logprobs[rest], turn.versions[rest])
-        facts = (getattr(turn, name) for name in _TURN_FACTS)
-        return cls(key, tail, msgspec.json.encode(turn.message), *facts)
+        new = slice(num_recorded, None)
+        new_tokens = SampledTokens(turn.ids[new], turn.logprobs[new], turn.versions[new])
+        copied = (getattr(turn, name) for name in _COPIED_FIELDS)
+        return cls(key, new_tokens, msgspec.json.encode(turn.message), *copied)
 
-    def make_turn(self, prompt: Prompt, before: SampledTokens) -> Turn:
-        """The turn; `before` are its tokens in earlier events."""
-        tokens = SampledTokens.join([before, self.tokens])
-        facts = (getattr(self, name) for name in _TURN_FACTS)
-        return Turn(prompt, self.key.sample, *tokens, msgspec.json.decode(self.message), *facts)
+    def make_turn(self, prompt: Prompt, earlier: SampledTokens) -> Turn:
+        """The turn; `earlier` are its tokens in earlier events."""
+        tokens = SampledTokens.join([earlier, self.tokens])
+        copied = (getattr(self, name) for name in _COPIED_FIELDS)
+        return Turn(prompt, self.key.sample, *tokens, msgspec.json.decode(self.message), *copied)
 
 
-_TURN_FACTS = TurnEnded.__struct_fields__[3:]
-"""Fields of a turn that its end has as they are."""
+_COPIED_FIELDS = TurnEnded.__struct_fields__[3:]
+"""Fields that a turn and its end have in common, in the order of both."""
 
 
 class Delivered(OfTurn, tag="delivered"):
@@ -175,21 +197,21 @@ read_turn_event: Callable[[bytes], TurnEvent] = reader(TurnEvent)
 
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn that was begun, as far as it is recorded: what a restart finds of it, and what remains of it
-    when no client waits for it."""
+    """A turn that was begun, as far as it is recorded. A restart finds turns in this form, and so remains a
+    turn for which no client waits."""
 
     key: TurnKey
-    identity: bytes
-    """Identifies its request when that is retried (RequestIdentity.digest)."""
+    fingerprint: bytes
+    """Digest by which a retry of the request is recognised (RequestIdentity.digest)."""
     prompt: Prompt
     chunks: list[SampledTokens] = field(default_factory=list)
-    """Tokens sampled so far; empty once it is finished."""
+    """Tokens sampled so far; empty once the turn is finished."""
     engines: str = ""
     turn: Turn | None = None
     """The finished turn; None until then."""
     delivered: bool = False
-    unanswered: bool = False
-    """Its answer was not delivered; False for turns that a restart found, where this is not known."""
+    undelivered: bool = False
+    """Whether the answer is known not to be delivered; False for turns that a restart found."""
 
     @property
     def tokens(self) -> SampledTokens:
@@ -200,20 +222,20 @@ class RecordedTurn:
         return self.chunks[0] if self.chunks else NO_TOKENS
 
     @property
-    def is_unanswered(self) -> bool:
-        """Its answer was not delivered, and no later turn extends it."""
-        return self.unanswered and self.turn is not None and not self.turn.has_continuation
+    def never_arrived(self) -> bool:
+        """Whether the answer was not delivered and no later turn extends it."""
+        return self.undelivered and self.turn is not None and not self.turn.has_continuation
 
-    def may_be_asked_again(self, prompt: Prompt, identity: bytes) -> bool:
-        """Whether its request may be retried after a request of this identity has asked `prompt`: an agent
-        that extends an answer has received it."""
+    def may_be_retried(self, prompt: Prompt, fingerprint: bytes) -> bool:
+        """Whether the request may still be retried after a request with this fingerprint has asked `prompt`:
+        an agent that extends an answer has received it."""
         is_extended = prompt.continues is not None and prompt.continues is self.turn
-        return self.turn is None or not (is_extended or identity == self.identity)
+        return self.turn is None or not (is_extended or fingerprint == self.fingerprint)
 
     def restore(self, generation: Generation) -> None:
         """Bring a new generation of the same request to the state of this turn."""
         ids, logprobs, versions = self.tokens
-        for start, end in _spans_of_versions(versions):
+        for start, end in _version_spans(versions):
             chunk = Chunk(
                 generation.request_id,
                 ids[start:end].tolist(),
@@ -231,7 +253,7 @@ class RecordedTurn:
             generation.interrupt("")
 
 
-def _spans_of_versions(versions: Ids) -> Iterator[tuple[int, int]]:
+def _version_spans(versions: Ids) -> Iterator[tuple[int, int]]:
     """Start and end of each series of tokens that one policy version sampled."""
     if len(versions):
         changes = np.flatnonzero(np.diff(versions)) + 1

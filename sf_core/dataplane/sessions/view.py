@@ -8,12 +8,12 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 
 _NO_REWARD: dict[str, Any] = {"reward": None, "reward_parts": {}, "step_rewards": {}}
-"""The fields of a session that was given no reward yet."""
+"""The fields of a session without a reward so far."""
 
 
 def session_tree(spec: RunSpec, session: Session) -> dict[str, Any]:
     """Prompts and turns refer to each other by their positions in the two lists."""
-    numbers = {turn: i for i, turn in enumerate(session.turns)}
+    turn_indices = {turn: i for i, turn in enumerate(session.turns)}
     claim = session.claim
     return {
         "session_id": session.session_id,
@@ -28,14 +28,14 @@ def session_tree(spec: RunSpec, session: Session) -> dict[str, Any]:
         "started_at": session.started_at,
         "turns_running": len(session.running),
         "branch_reasons": dict(session.branch_reasons),
-        "prompts": [_describe_prompt(prompt, numbers) for prompt in session.prompts],
+        "prompts": [_describe_prompt(prompt, turn_indices) for prompt in session.prompts],
         "turns": [_describe_turn(turn) for turn in session.turns],
     }
 
 
-def _describe_prompt(prompt: Prompt, numbers: dict[Turn, int]) -> dict[str, Any]:
+def _describe_prompt(prompt: Prompt, turn_indices: dict[Turn, int]) -> dict[str, Any]:
     return {
-        "parent_turn": None if prompt.continues is None else numbers[prompt.continues],
+        "parent_turn": None if prompt.continues is None else turn_indices[prompt.continues],
         "num_tokens": prompt.end,
         "num_new_tokens": len(prompt.ids),
         "messages": prompt.messages,

@@ -1,4 +1,4 @@
-"""A turn's answer as dialects get it: in pieces while it is sampled, and whole at its end."""
+"""A turn's answer in the form that dialects get: in pieces while it is sampled, and whole at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class MadeCall(NamedTuple):
 
 class TokenLogprob(NamedTuple):
     text: str
-    """Its text, with that of those before it that end inside a character; empty if it does too."""
+    """Text of the token, and of the tokens before it that end inside a character; empty if this token does
+    too."""
     data: bytes
     """The token's own bytes."""
     logprob: float
@@ -30,7 +31,7 @@ class TokenLogprob(NamedTuple):
 
 
 Event = str | Reasoning | MadeCall
-"""A piece of content, of reasoning, or a whole call."""
+"""A piece of content, a piece of reasoning, or a whole call."""
 
 
 class Pieces(NamedTuple):
@@ -50,7 +51,7 @@ class Answer:
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     stop: str | None
-    """The stop string that ended it."""
+    """The stop string that ended the answer; None if none did."""
     num_prompt_tokens: int
     num_sampled_tokens: int
     logprobs: list[TokenLogprob] | None

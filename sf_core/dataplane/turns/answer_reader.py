@@ -1,4 +1,5 @@
-"""Reads the tokens of a generation as the parts of an answer, and ends it where its request says."""
+"""Reads the tokens of a generation as the parts of an answer, and ends the generation where its request
+says."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from sf_core.dataplane.turns.answer import Event, MadeCall, Pieces, TokenLogprob
 from sf_core.dataplane.turns.request import TurnRequest
 
 AFTER_THINKING = f"\n{THINK_END}\n\n"
-"""What a forced beginning has before it where the template opens a thought."""
+"""Text before a forced beginning, if the template opens a thought."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -40,20 +41,20 @@ class AnswerReader:
         """Whether the answer may end before the engine ends it, so that tokens are read one by one."""
         self.logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
         """Log-probs of the tokens read; None if the request did not ask for them."""
-        self.answer, marks = _make_stream(renderer, request, forced)
+        self.answer, marks = _make_answer_stream(renderer, request, forced)
         self._text = TextStream(renderer, marks)
-        self._forced: AnswerParts = self.answer.push(forced.removeprefix(AFTER_THINKING))
+        self._forced_parts: AnswerParts = self.answer.push(forced.removeprefix(AFTER_THINKING))
         self._num_calls = 0
-        self._inside = b""
-        """The bytes of a character whose last token has not come yet."""
+        self._incomplete = b""
+        """The first bytes of a character whose last token has not been sampled so far."""
 
     @property
     def is_at_end(self) -> bool:
-        """Whether a stop string, or the only call allowed, was read."""
+        """Whether a stop string was read, or the only call that is allowed."""
         return self.stops.found is not None or (self._has_one_call and bool(self.answer.calls))
 
     def make_message(self) -> Message:
-        """What was read so far, as a message."""
+        """The answer so far as a message."""
         answer = self.answer
         return assistant_message(answer.content, answer.calls, self._turn_id, answer.reasoning)
 
@@ -61,33 +62,33 @@ class AnswerReader:
         """Read new tokens; at a stop string, or after the only call allowed, the generation ends with the
         token that completes it."""
         start = self.num_read
-        new = generation.token_ids[start:].tolist()
-        parts = self._forced
-        self._forced = []
+        new_ids = generation.token_ids[start:].tolist()
+        parts = self._forced_parts
+        self._forced_parts = []
         if not self.reads_singly:
-            self.num_read += len(new)
-            parts += self.answer.push(self._text.push(self._hide_stops(new)))
-        for token in new if self.reads_singly else ():
+            self.num_read += len(new_ids)
+            parts += self.answer.push(self._text.push(self._without_stops(new_ids)))
+        for token in new_ids if self.reads_singly else ():
             self.num_read += 1
-            parts += self.answer.push(self.stops.push(self._text.push(self._hide_stops([token]))))
+            parts += self.answer.push(self.stops.push(self._text.push(self._without_stops([token]))))
             if self.is_at_end:
                 generation.end_at(self.num_read)
                 break
         if generation.finish_reason is not None:
             if not self.stops.found:
-                rest = self.stops.push(self._text.flush())
-                parts += self.answer.push(rest + self.stops.flush())
+                last_text = self.stops.push(self._text.flush())
+                parts += self.answer.push(last_text + self.stops.flush())
             parts += self.answer.finish()
-        return Pieces([self._tell(part) for part in parts], self._read_logprobs(generation, start))
+        return Pieces([self._to_event(part) for part in parts], self._read_logprobs(generation, start))
 
-    def _tell(self, part: str | ToolCall | Event) -> Event:
+    def _to_event(self, part: str | ToolCall | Event) -> Event:
         if not isinstance(part, ToolCall):
             return part
         self._num_calls += 1
-        made = call_id(self._turn_id, self._num_calls - 1)
-        return MadeCall(made, part.name, encode_arguments(part.arguments))
+        new_id = call_id(self._turn_id, self._num_calls - 1)
+        return MadeCall(new_id, part.name, encode_arguments(part.arguments))
 
-    def _hide_stops(self, ids: list[int]) -> list[int]:
+    def _without_stops(self, ids: list[int]) -> list[int]:
         stops = self._renderer.stop_texts
         return ids if stops.keys().isdisjoint(ids) else [token for token in ids if token not in stops]
 
@@ -100,64 +101,68 @@ class AnswerReader:
         logprobs = generation.logprobs[start:end].tolist()
         pieces = renderer.token_bytes(ids)
         if start == 0 and pieces:
-            # the text of an answer has no spaces where SentencePiece marks that it begins with a word
-            shown = renderer.decode_with_special(ids[:1]).encode()
-            if pieces[0].lstrip(b" ") == shown.lstrip(b" "):
-                pieces[0] = shown
+            # SentencePiece marks the beginning of a word by a space, which the text of an answer lacks
+            first = renderer.decode_with_special(ids[:1]).encode()
+            if pieces[0].lstrip(b" ") == first.lstrip(b" "):
+                pieces[0] = first
         new = [
-            TokenLogprob(self._complete(piece), piece, logprob)
+            TokenLogprob(self._decode_piece(piece), piece, logprob)
             for piece, logprob in zip(pieces, logprobs, strict=True)
         ]
         self.logprobs += new
         return new
 
-    def _complete(self, piece: bytes) -> str:
-        """The text of a token, and of those before it that end inside a character; empty if it does too."""
-        self._inside += piece
-        text = self._inside.decode(errors="replace")
+    def _decode_piece(self, piece: bytes) -> str:
+        """The text of a token, and of the tokens before it that end inside a character; empty if this token
+        does too."""
+        self._incomplete += piece
+        text = self._incomplete.decode(errors="replace")
         if text.endswith(_REPLACEMENT):
             return ""
-        self._inside = b""
+        self._incomplete = b""
         return text
 
 
 class TextStream:
-    """Turns ids into text piece by piece. A piece is held back while it ends inside a character."""
+    """Decodes ids piece by piece. A piece is held back while it ends inside a character."""
 
     def __init__(self, renderer: Renderer, marks: Iterable[str] = ()) -> None:
         """`marks` are shown although they are special tokens."""
         self._decode = renderer.decoder(marks)
         self._ids: list[int] = []
         self._start = 0
-        """Decoding starts one piece back, because a decoder may look at the token before."""
-        self._done = 0
+        """Index from which ids are decoded: one piece back, because a decoder may look at the token
+        before."""
+        self._num_decoded = 0
+        """Number of ids whose text was returned."""
 
     def push(self, ids: list[int]) -> str:
         self._ids += ids
-        before = self._decode(self._ids[self._start : self._done])
+        before = self._decode(self._ids[self._start : self._num_decoded])
         text = self._decode(self._ids[self._start :])
         if text.endswith(_REPLACEMENT) or len(text) <= len(before):
             return ""
-        self._start = self._done
-        self._done = len(self._ids)
+        self._start = self._num_decoded
+        self._num_decoded = len(self._ids)
         return text[len(before) :]
 
     def flush(self) -> str:
-        before = self._decode(self._ids[self._start : self._done])
+        before = self._decode(self._ids[self._start : self._num_decoded])
         return self._decode(self._ids[self._start :])[len(before) :]
 
 
-def _make_stream(
+def _make_answer_stream(
     renderer: Renderer, request: TurnRequest, forced: str
 ) -> tuple[AnswerStream, tuple[str, ...]]:
-    """What reads the answer, and the marks that it must see."""
+    """The parser of the answer, and the special tokens that it must be shown."""
     splitter: CallSplitter | None = None
     marks: tuple[str, ...] = ()
     if request.calls_tools:
         form = FORMATS[renderer.tool_format]
         splitter = form.splitter(request.tools)
         marks = form.marks
-    may_reason = renderer.thinks and request.text_or_ids is None and not forced
+    has_messages = request.text_or_ids is None
+    may_reason = renderer.thinks and has_messages and not forced
     if not may_reason:
         return AnswerStream(splitter), marks
     reasoning = ReasoningSplitter(renderer.opens_thinking, marks[:1])

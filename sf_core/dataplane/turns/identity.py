@@ -1,4 +1,4 @@
-"""What a request is known by when it is sent again.
+"""The fingerprint of a request, by which a retry is recognised.
 
 Clients mark a retry by `Idempotency-Key` (any HTTP client may send one) or by `X-Stainless-Retry-Count` (the
 OpenAI and Anthropic SDKs always do). An agent that repeats a request itself after its stream broke sends
@@ -15,25 +15,26 @@ from hashlib import blake2b
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """Identifies a request when it is retried."""
+    """The digest that a request and its retries have in common."""
 
     digest: bytes
-    """Digest of the client's key, else of the body; `of_turn` adds the index of the turn."""
-    insists: bool
-    """The request is marked as a retry or has a key: even a delivered answer is sent once more."""
+    """Digest of the client's key, else of the body; `for_turn` adds the index of the turn."""
+    is_marked: bool
+    """Whether the request is marked as a retry, or has a key: even a delivered answer is sent once more."""
 
     @classmethod
-    def of(cls, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> RequestIdentity:
-        """The identity of a request. Header names are lower case, as in ASGI."""
-        found = dict(headers)
-        key = found.get(b"idempotency-key")
-        retries = found.get(b"x-stainless-retry-count", b"0")
+    def from_request(cls, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> RequestIdentity:
+        """Header names are lower case, as in ASGI."""
+        value_by_name = dict(headers)
+        key = value_by_name.get(b"idempotency-key")
+        num_retries = value_by_name.get(b"x-stainless-retry-count", b"0")
         digest = _digest(body, b"body") if key is None else _digest(key, b"key")
-        return cls(digest, key is not None or retries not in (b"", b"0"))
+        is_retry = num_retries not in (b"", b"0")
+        return cls(digest, is_marked=key is not None or is_retry)
 
-    def of_turn(self, number: int) -> RequestIdentity:
-        """The identity of one of the turns that the request asks for."""
-        return replace(self, digest=_digest(self.digest + number.to_bytes(4, "little"), b"turn"))
+    def for_turn(self, index: int) -> RequestIdentity:
+        """The fingerprint of one of the turns for which the request asks."""
+        return replace(self, digest=_digest(self.digest + index.to_bytes(4, "little"), b"turn"))
 
 
 def _digest(data: bytes, kind: bytes) -> bytes:

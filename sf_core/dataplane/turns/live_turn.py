@@ -1,8 +1,8 @@
-"""One turn while it lives: its prompt, its generation, what reads the answer, who waits for it, its record.
+"""A turn in progress: its prompt, generation, answer reader, subscribers and record.
 
-Owns that nothing is forwarded before it is in the journal, how long a turn outlives its last client, and what
-remains of it: `RecordedTurn` is its state on disk. Which request joins which turn is in opening.py. Knows no
-HTTP.
+Owns that nothing is forwarded before it is in the journal, how long a turn outlives its last client, and its
+record: a `RecordedTurn` is the state of the turn on disk. opening.py decides which request joins which turn.
+Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _request_numbers = itertools.count()
 
 @dataclass(eq=False)
 class LiveTurns:
-    """The live turns of a run, and what serves them."""
+    """The live turns of a run, and the parts of the run that serve them."""
 
     spec: RunSpec
-    """What the run is registered with now."""
+    """The latest registration of the run."""
     renderer: Renderer
     media: Media
     router: Router
@@ -71,15 +71,15 @@ class LiveTurns:
     sessions: dict[str, Session]
     """The run's open sessions, by id."""
     note_started: Callable[[Claim, int], None]
-    """Told of every claimed session a policy version that may have sampled in it."""
+    """Called, for every claimed session, with a policy version that may have sampled in it."""
     note_failed: Callable[[Session, EngineFailed], None] = lambda session, error: None
-    """Told of requests that engines cannot serve."""
+    """Called for requests that engines cannot serve."""
     pace: StreamPace = field(default_factory=StreamPace)
     in_flight: dict[str, list[LiveTurn]] = field(default_factory=dict)
-    """Turns that are sampled, or whose answer a client is still being sent, by session id."""
+    """Turns that are being sampled, or whose answer is being sent to a client, by session id."""
 
     def includes(self, session: Session) -> bool:
-        """Whether requests can name the session."""
+        """Whether requests can name the session: it is among the run's open sessions."""
         return self.sessions.get(session.session_id) is session
 
     async def note_overflow(self, session: Session) -> None:
@@ -90,14 +90,14 @@ class LiveTurns:
             await self.journal.attend(self.journal.append_chunk(Overflowed(session.session_id)))
 
     def set_aside_unanswered(self, session: Session) -> None:
-        """At the end of a session, have it not train on answers that nobody got."""
+        """At the end of a session, exclude answers from training that no client received."""
         in_flight = [turn.recorded for turn in self.in_flight.get(session.session_id, ())]
         self.counters["abandoned_turns"] += session.set_aside_unanswered(in_flight)
 
 
 class LiveTurn:
-    """One sample of a request, until it is over and no client is left, or is refused for now: then it is a
-    recorded turn like those that a restart finds, from which a retry goes on."""
+    """One sample of a request, until the turn is over and no client is left, or until the turn is refused for
+    now. Then a recorded turn remains, like those that a restart finds. A retry continues it."""
 
     def __init__(
         self,
@@ -105,20 +105,20 @@ class LiveTurn:
         session: Session,
         request: TurnRequest,
         prompt: Prompt,
-        line: array[int],
+        prompt_ids: array[int],
         renderer: Renderer,
         grammar: str,
         nth: int,
-        identity: RequestIdentity,
+        fingerprint: RequestIdentity,
         recorded: RecordedTurn | None,
     ) -> None:
-        """The `nth` sample of its request, or the recorded one continued. That has a prompt of its own: the
-        client's key may say that another prompt is the same request. `line`: all ids of `prompt`, which the
-        samples of a request share. `renderer` has the template options of the request."""
+        """The `nth` sample of its request, or the continuation of `recorded`. A recorded turn has a prompt of
+        its own: the client's key may say that another prompt is the same request. `prompt_ids` are all ids of
+        `prompt`, which the samples of a request share. `renderer` has the template options of the request."""
         is_new = recorded is None
         if recorded is None:
             key = TurnKey(session.session_id, prompt.index, session.begin_sample(prompt, nth))
-            recorded = RecordedTurn(key, identity.digest, prompt)
+            recorded = RecordedTurn(key, fingerprint.digest, prompt)
         self.recorded = recorded
         self.prompt = recorded.prompt
         self.turn_id = session.turn_id(self.prompt, recorded.key.sample)
@@ -126,14 +126,16 @@ class LiveTurn:
         self._session = session
         self.reader = AnswerReader(renderer, request, self.prompt.forced, self.turn_id)
         if self.prompt is not prompt:
-            line = self.prompt.full_ids()
-        self._generation = self._make_generation(request, line, grammar, nth)
+            prompt_ids = self.prompt.full_ids()
+        self._generation = self._make_generation(request, prompt_ids, grammar, nth)
         recorded.restore(self._generation)
-        recorded.chunks = []  # the generation has taken these tokens over
+        recorded.chunks = []  # the generation holds these tokens now
         self._num_recorded = len(self._generation.token_ids)
+        """Number of sampled tokens that are in the journal, or on the way to it."""
         self._is_recording = False
-        self._is_put_off = False
-        """Whether it was refused for now; a retry of its request continues it."""
+        """Whether the turn waits for a write to the journal."""
+        self._is_postponed = False
+        """Whether the turn was refused for now; a retry of the request continues it."""
         self.pieces: list[Pieces] = []
         """All parts of the answer so far."""
         self.is_over = False
@@ -141,29 +143,30 @@ class LiveTurn:
         self.changed = Signal()
         self._num_subscribers = 0
         self._grace: asyncio.TimerHandle | None = None
-        # a session that no request can name cannot be retried: nothing to record, no client to wait for
-        is_known = turns.includes(session)
-        self._journal = turns.journal if is_known else None
-        self._grace_s = turns.grace_s if is_known else 0.0
+        # no request can name an ad-hoc session again: there is no retry to record for or to wait for
+        can_be_retried = turns.includes(session)
+        self._journal = turns.journal if can_be_retried else None
+        self._grace_s = turns.grace_s if can_be_retried else 0.0
         if self._journal is not None and is_new:
-            prompts = [NewPrompt.of(prompt) for prompt in session.take_unrecorded()]
-            self._journal.note(Begun(recorded.key, nth, identity.digest, prompts))
+            prompts = [NewPrompt.from_prompt(prompt) for prompt in session.take_unrecorded()]
+            self._journal.note(Begun(recorded.key, nth, fingerprint.digest, prompts))
         self._serving = asyncio.ensure_future(self._serve())
 
-    def _make_generation(self, request: TurnRequest, line: array[int], grammar: str, nth: int) -> Generation:
+    def _make_generation(
+        self, request: TurnRequest, prompt_ids: array[int], grammar: str, nth: int
+    ) -> Generation:
         turns = self._turns
         session = self._session
         prompt = self.prompt
         spec = turns.spec
         claim = session.claim
         sample = self.recorded.key.sample
-        prompt_ids = line
         pictures = list[PictureSpan]()
         if (sight := turns.renderer.sight) is not None:
             named = np.frombuffer(prompt_ids, dtype=np.int32)
             ids, pictures = session.pictures.read(named, sight)
             prompt_ids = array("i", ids.tobytes())
-        asked = GenerationRequest(
+        whole_request = GenerationRequest(
             f"{next(_request_numbers)}",
             prompt_ids,
             position=0,
@@ -174,11 +177,12 @@ class LiveTurn:
             grammar=grammar,
             pictures=tuple(pictures),
         )
-        generation = Generation(asked, floor=max(prompt.version, session.floor))
+        generation = Generation(whole_request, floor=max(prompt.version, session.floor))
         generation.session_id = session.session_id
         generation.pace = turns.pace
-        if (before := prompt.continues) is not None:
-            generation.comes_after(before.engine.split(",")[-1], prompt.version, prompt.start)
+        if (parent := prompt.continues) is not None:
+            last_engine = parent.engine.split(",")[-1]
+            generation.comes_after(last_engine, prompt.version, prompt.start)
         if claim is not None:
             generation.on_start = lambda version: turns.note_started(claim, version)
         return generation
@@ -193,11 +197,11 @@ class LiveTurn:
         reader = self.reader
         turn = self.recorded.turn
         assert generation.finish_reason is not None and turn is not None
-        called = bool(reader.answer.calls) and generation.finish_reason is FinishReason.STOP
+        ends_with_calls = bool(reader.answer.calls) and generation.finish_reason is FinishReason.STOP
         return Answer(
             self.turn_id,
             turn.message,
-            "tool_calls" if called else generation.finish_reason.value,
+            "tool_calls" if ends_with_calls else generation.finish_reason.value,
             reader.stops.found,
             self.num_prompt_tokens,
             len(generation.token_ids),
@@ -206,68 +210,70 @@ class LiveTurn:
 
     # --- clients
 
-    def is_answer_to(self, identity: RequestIdentity) -> bool:
-        is_cancelled = self._generation.cancelled is not None
-        if self.error is not None or is_cancelled or identity.digest != self.recorded.identity:
+    def answers(self, fingerprint: RequestIdentity) -> bool:
+        """Whether a request with this fingerprint is a retry that gets the answer of this turn."""
+        has_failed = self.error is not None or self._generation.cancelled is not None
+        if has_failed or fingerprint.digest != self.recorded.fingerprint:
             return False
-        if identity.insists:
+        if fingerprint.is_marked:
             return True
+        # an equal body without a mark is a retry only while its answer has not reached a client
         return not self.recorded.delivered if self.is_over else not self._num_subscribers
 
-    def join(self) -> None:
+    def subscribe(self) -> None:
         self._num_subscribers += 1
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def leave(self) -> None:
+    def unsubscribe(self) -> None:
         self._num_subscribers -= 1
         if self.is_over:
-            self._settle()
+            self._release()
         elif not self._num_subscribers and self._grace is None:
             self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._cancel)
         self.changed.notify()
 
     def check(self) -> None:
-        """Raises ApiError 503 while the turn waits for a journal that cannot be written. The turn goes on
-        afterwards; a retry joins it."""
+        """Raises ApiError 503 while the turn waits for a journal that cannot be written. The turn continues
+        afterwards, and a retry joins it."""
         if self._journal is not None and self._is_recording:
             self._journal.check()
 
-    def set_delivered(self) -> None:
+    def record_delivery(self) -> None:
         if self.is_over and self.error is None and not self.recorded.delivered:
             self.recorded.delivered = True
-            self.recorded.unanswered = False
+            self.recorded.undelivered = False
             if self._journal is not None:
                 self._journal.note(Delivered(self.recorded.key))
 
     def _cancel(self) -> None:
-        """Stop sampling. What was sampled so far is not trained on."""
+        """Stop sampling. The tokens sampled so far are not trained on."""
         self._turns.router.cancel(self._generation, "the client went away")
 
     # --- sampling and recording
 
     async def _serve(self) -> None:
         try:
-            last = await self._sample()
+            last_pieces = await self._sample()
             if self.recorded.turn is None:
                 await self._record_end()
-            self._publish(last)
+            self._publish(last_pieces)
         except Exception as error:  # raised by the subscribers
             self.error = error
             if self._generation.finish_reason is None:
-                self._break_off()
+                self._record_unfinished()
             if isinstance(error, EngineFailed):
                 self._turns.note_failed(self._session, error)
             if not isinstance(error, ApiError):
                 log.exception("turn %s failed", self.turn_id)
         finally:
             self.is_over = True
-            self.recorded.unanswered = not self.recorded.delivered
+            self.recorded.undelivered = not self.recorded.delivered
             if self._grace is not None:
                 self._grace.cancel()
             self.changed.notify()
-            self._settle()
+            self._release()
 
     async def _sample(self) -> Pieces:
         """Record and publish the parts of the answer as they become final; returns the last ones."""
@@ -288,8 +294,8 @@ class LiveTurn:
                     self._turns.router.stop(generation)
                 if generation.finish_reason is not None:
                     return pieces
-                if self._journal is not None and (chunk := self._take_chunk(reader.num_read)) is not None:
-                    await self._until_recorded(self._journal.append_chunk(chunk))
+                if self._journal is not None and (event := self._next_event(reader.num_read)) is not None:
+                    await self._wait_until_recorded(self._journal.append_chunk(event))
                 self._publish(pieces)
         finally:
             self._session.running.discard(generation)
@@ -298,14 +304,16 @@ class LiveTurn:
         self.pieces.append(pieces)
         self.changed.notify()
 
-    def _take_chunk(self, end: int) -> Sampled | None:
-        """The tokens before this one that are in no event yet."""
+    def _next_event(self, end: int) -> Sampled | None:
+        """The event with the tokens before `end` that are in no event so far; None without such tokens."""
         start = self._num_recorded
         self._num_recorded = end
         if start == end:
             return None
         engines = ",".join(self._generation.engines)
-        return Sampled(self.recorded.key, SampledTokens.of(self._generation, start, end), engines)
+        return Sampled(
+            self.recorded.key, SampledTokens.from_generation(self._generation, start, end), engines
+        )
 
     async def _record_end(self) -> None:
         """Put the turn into the session and its end on disk."""
@@ -314,18 +322,19 @@ class LiveTurn:
         message = self.reader.make_message()
         sample = self.recorded.key.sample
         turn = self._session.commit(self._generation, self.prompt, sample, message, num_unparsed)
-        # no client has the answer yet: if the session ends before that, it is not trained on
+        # no client has the answer so far: if the session ends now, the answer is not trained on
         self.recorded.turn = turn
-        self.recorded.unanswered = True
+        self.recorded.undelivered = True
         counters["unparsed_calls"] += num_unparsed
         if turn.constrained:
             counters["constrained_turns"] += 1
         if self._journal is not None:
-            end = TurnEnded.of(self.recorded.key, turn, self._num_recorded)
-            await self._until_recorded(self._journal.append(end))
+            end = TurnEnded.from_turn(self.recorded.key, turn, self._num_recorded)
+            await self._wait_until_recorded(self._journal.append(end))
 
-    def _break_off(self) -> None:
-        """Keep what was sampled: for a retry if it was refused for now, else among what is abandoned."""
+    def _record_unfinished(self) -> None:
+        """Record the sampled tokens of a turn that failed: for a retry if it was refused for now, else as an
+        abandoned turn."""
         turns = self._turns
         session = self._session
         recorded = self.recorded
@@ -333,26 +342,26 @@ class LiveTurn:
         reader = self.reader
         refusal = generation.refusal
         event: Sampled | TurnEnded | None
-        # a retry cannot name a session that is not among the run's
-        if refusal is not None and refusal.retry_after_s is not None and turns.includes(session):
-            self._is_put_off = True
-            # what was not read may go on behind a stop string
-            num_kept = reader.num_read if reader.reads_singly else len(generation.token_ids)
-            num_kept = max(num_kept, self._num_recorded)
-            recorded.chunks = [SampledTokens.of(generation, 0, num_kept)]
+        is_refused_for_now = refusal is not None and refusal.retry_after_s is not None
+        if is_refused_for_now and turns.includes(session):
+            self._is_postponed = True
+            # unread tokens may lie after a stop string
+            num_retained = reader.num_read if reader.reads_singly else len(generation.token_ids)
+            num_retained = max(num_retained, self._num_recorded)
+            recorded.chunks = [SampledTokens.from_generation(generation, 0, num_retained)]
             recorded.engines = ",".join(generation.engines)
-            event = self._take_chunk(num_kept)
+            event = self._next_event(num_retained)
         else:
             self._cancel()
             turns.counters["abandoned_turns"] += 1
             sample = recorded.key.sample
             message = reader.make_message()
             recorded.turn = session.abandon(generation, self.prompt, sample, message)
-            event = TurnEnded.of(recorded.key, recorded.turn, self._num_recorded)
+            event = TurnEnded.from_turn(recorded.key, recorded.turn, self._num_recorded)
         if self._journal is not None and event is not None:
             self._journal.note(event)
 
-    async def _until_recorded(self, appending: Awaitable[None]) -> None:
+    async def _wait_until_recorded(self, appending: Awaitable[None]) -> None:
         journal = self._turns.journal
         journal.watchers.add(self.changed)
         self._is_recording = True
@@ -364,15 +373,15 @@ class LiveTurn:
             self._is_recording = False
             journal.watchers.discard(self.changed)
 
-    def _settle(self) -> None:
-        """Make it a recorded turn, if it was put off or is over without a client left."""
+    def _release(self) -> None:
+        """Leave only the recorded turn, if the turn was postponed, or is over without a client left."""
         turns = self._turns
         session = self._session
         in_flight = turns.in_flight.get(session.session_id, [])
-        if (self._is_put_off or not self._num_subscribers) and self in in_flight:
+        if (self._is_postponed or not self._num_subscribers) and self in in_flight:
             in_flight.remove(self)
             if not in_flight:
                 del turns.in_flight[session.session_id]
-            if self._is_put_off or self.error is None:
+            if self._is_postponed or self.error is None:
                 session.recorded.append(self.recorded)
         turns.memory.weigh(session)

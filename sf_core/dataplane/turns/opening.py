@@ -1,8 +1,8 @@
-"""From a request to its turns: its prompt in the session, and whether each turn is new, goes on, or is served
-already.
+"""From a request to its turns: its prompt in the session, and whether each turn is new, continued, or already
+served.
 
-A retry joins its turn instead of sampling another (identity.py). No turn is begun if one of the requests is
-refused.
+A retry joins its turn instead of sampling another (request_fingerprint.py). No turn is begun if one of the
+requests is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from sf_core.dataplane.chat.answer_grammar import answer_grammar
 from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError
-from sf_core.dataplane.chat.tool_formats import name_of
+from sf_core.dataplane.chat.tool_formats import tool_name
 from sf_core.dataplane.errors import ApiError, ContextOverflow, WrongField
 from sf_core.dataplane.large import SMALL_CHARACTERS, apart
 from sf_core.dataplane.sessions.encoding import Draft, Encoded
@@ -46,16 +46,17 @@ Drafted = str | Ids | Draft | Prompt
 """A prompt on its way: texts and drafts are still to be encoded, only a Prompt is in the session."""
 
 Encoding = Ids | Encoded | Prompt
+"""A prompt whose tokens are known."""
 
 
 class Prepared(NamedTuple):
-    """A request without its tokens."""
+    """A request that is rendered but not encoded."""
 
     prompt: Drafted
     renderer: Renderer
     """With the template options of the request."""
     grammar: str
-    """What its answers follow; empty: nothing."""
+    """The grammar of the answers; empty: none."""
     adds_special: bool = False
     """Whether the tokenizer adds its special tokens to the text."""
 
@@ -64,7 +65,7 @@ async def open_turns(
     turns: LiveTurns,
     session: Session,
     requests: Sequence[TurnRequest],
-    identity: RequestIdentity,
+    fingerprint: RequestIdentity,
     *,
     is_large: bool = False,
     recheck: Callable[[], None] = lambda: None,
@@ -73,68 +74,76 @@ async def open_turns(
 
     While this waits for threads, no other request of the session may be opened, and the session may end:
     `recheck` then raises ApiError."""
-    first = identity.of_turn(0)
-    if _find_served(turns, session, first) is None and _find_recorded(session, first) is None:
+    first = fingerprint.for_turn(0)
+    is_retry = _find_served(turns, session, first) or _find_recorded(session, first)
+    if not is_retry:
         turns.router.check_room()
         turns.journal.check()
-    most = turns.spec.context_length
-    is_large = is_large or any(_is_costly(turns.renderer, request) for request in requests)
-    drafts = [await apart(is_large, _prepare, turns.renderer, session, one, most) for one in requests]
+    renderer = turns.renderer
+    context_length = turns.spec.context_length
+    is_large = is_large or any(_is_costly(renderer, request) for request in requests)
+    drafts = [
+        await apart(is_large, _prepare_request, renderer, session, request, context_length)
+        for request in requests
+    ]
     is_long = is_large or sum(_num_characters(draft.prompt) for draft in drafts) > SMALL_CHARACTERS
-    encoded = [await apart(is_long, _encode, session, draft, most) for draft in drafts]
+    encodings = [await apart(is_long, _encode_prompt, session, draft, context_length) for draft in drafts]
     if is_long:
         recheck()
-    begun: list[Subscriber] = []
-    for request, draft, encoding in zip(requests, drafts, encoded, strict=True):
-        prompt = _add(session, draft.prompt, encoding)
-        line = prompt.full_ids()
+    subscribers: list[Subscriber] = []
+    for request, draft, encoding in zip(requests, drafts, encodings, strict=True):
+        prompt = _add_prompt(session, draft.prompt, encoding)
+        prompt_ids = prompt.full_ids()
         for nth in range(request.num_samples):
-            known_as = identity.of_turn(len(begun))
-            turn = _join_or_begin(turns, session, request, prompt, line, draft, nth, known_as)
-            begun.append(Subscriber(turn))
-    return begun
+            own = fingerprint.for_turn(len(subscribers))
+            turn = _join_or_begin(turns, session, request, prompt, prompt_ids, draft, nth, own)
+            subscribers.append(Subscriber(turn))
+    return subscribers
 
 
 def count_tokens(renderer: Renderer, request: TurnRequest) -> int:
     """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError, which is
     ContextOverflow for more than MAX_COUNTED."""
     session = Session("count")
-    encoded = _encode(session, _prepare(renderer, session, request, MAX_COUNTED), MAX_COUNTED)
+    encoded = _encode_prompt(session, _prepare_request(renderer, session, request, MAX_COUNTED), MAX_COUNTED)
     return len(encoded) if isinstance(encoded, np.ndarray) else len(encoded.ids)
 
 
 def open_prompt(renderer: Renderer, session: Session, request: TurnRequest) -> Prompt:
     """The prompt of a request in its session, of any length. Raises ApiError if it cannot be rendered."""
-    draft = _draft(renderer, session, request)
-    return _add(session, draft.prompt, _encode(session, draft, inf))
+    draft = _draft_prompt(renderer, session, request)
+    return _add_prompt(session, draft.prompt, _encode_prompt(session, draft, inf))
 
 
 def _is_costly(renderer: Renderer, request: TurnRequest) -> bool:
-    """Whether even a small request takes long: a schema is compiled, or a template looked at."""
+    """Whether even a small request takes long: a schema is compiled, or a template is probed."""
     options = request.template_options
-    return request.schema is not None or (bool(options) and not renderer.is_ready_for(options))
+    has_new_options = bool(options) and not renderer.is_ready_for(options)
+    return request.schema is not None or has_new_options
 
 
-def _prepare(renderer: Renderer, session: Session, request: TurnRequest, most: int) -> Prepared:
+def _prepare_request(
+    renderer: Renderer, session: Session, request: TurnRequest, context_length: int
+) -> Prepared:
     """Nothing is encoded. Raises ApiError if the request cannot be rendered, and ContextOverflow for a prompt
-    that certainly has as many tokens as `most`."""
+    that certainly has `context_length` tokens or more."""
     _check_tools(renderer, request)
     if isinstance(request.text_or_ids, list):
-        _check_length(len(request.text_or_ids), most)
-    draft = _draft(renderer, session, request)
+        _check_length(len(request.text_or_ids), context_length)
+    draft = _draft_prompt(renderer, session, request)
     prompt = draft.prompt
     try:
         if isinstance(prompt, str):
-            _check_length(renderer.least_tokens(prompt, most), most)
+            _check_length(renderer.least_tokens(prompt, context_length), context_length)
         elif isinstance(prompt, Draft):
-            prompt.text.check_length(most)
+            prompt.unencoded.check_length(context_length)
         return draft._replace(grammar=_make_grammar(draft.renderer, request))
     except ApiError:
         _discard(session, prompt)
         raise
 
 
-def _draft(renderer: Renderer, session: Session, request: TurnRequest) -> Prepared:
+def _draft_prompt(renderer: Renderer, session: Session, request: TurnRequest) -> Prepared:
     if isinstance(request.text_or_ids, str):
         return Prepared(renderer.mend(request.text_or_ids), renderer, "", request.adds_special)
     if request.text_or_ids is not None:
@@ -152,29 +161,30 @@ def _draft(renderer: Renderer, session: Session, request: TurnRequest) -> Prepar
 
 def _num_characters(drafted: Drafted) -> int:
     """Characters that are still to be encoded."""
-    text = drafted.text.text if isinstance(drafted, Draft) else drafted
+    text = drafted.unencoded.text if isinstance(drafted, Draft) else drafted
     return len(text) if isinstance(text, str) else 0
 
 
-def _encode(session: Session, draft: Prepared, most: float) -> Encoding:
-    """Raises ContextOverflow for a prompt that has as many tokens as `most`."""
+def _encode_prompt(session: Session, draft: Prepared, context_length: float) -> Encoding:
+    """Raises ContextOverflow for a prompt that has `context_length` tokens or more."""
     prompt = draft.prompt
     renderer = draft.renderer
     try:
         if isinstance(prompt, Draft):
-            return prompt.encode(most)
+            return prompt.encode(context_length)
         if isinstance(prompt, str):
-            prompt = _check_ids(renderer, renderer.encode(prompt, most=most, adds_special=draft.adds_special))
-        _check_length(prompt.end if isinstance(prompt, Prompt) else len(prompt), most)
+            ids = renderer.encode(prompt, limit=context_length, adds_special=draft.adds_special)
+            prompt = _check_ids(renderer, ids)
+        _check_length(prompt.end if isinstance(prompt, Prompt) else len(prompt), context_length)
         return prompt
     except TooManyTokensError as error:
-        raise ContextOverflow(error.num_tokens, int(most)) from None
+        raise ContextOverflow(error.num_tokens, int(context_length)) from None
     except ContextOverflow:
         _discard(session, prompt)
         raise
 
 
-def _add(session: Session, drafted: Drafted, encoded: Encoding) -> Prompt:
+def _add_prompt(session: Session, drafted: Drafted, encoded: Encoding) -> Prompt:
     if isinstance(encoded, Prompt):
         return encoded
     if isinstance(encoded, Encoded):
@@ -188,9 +198,9 @@ def _discard(session: Session, drafted: Drafted) -> None:
         session.discard(drafted.conversation)
 
 
-def _check_length(num_tokens: int, most: float) -> None:
-    if num_tokens >= most:
-        raise ContextOverflow(num_tokens, int(most))
+def _check_length(num_tokens: int, context_length: float) -> None:
+    if num_tokens >= context_length:
+        raise ContextOverflow(num_tokens, int(context_length))
 
 
 def _join_or_begin(
@@ -198,41 +208,52 @@ def _join_or_begin(
     session: Session,
     request: TurnRequest,
     prompt: Prompt,
-    line: array[int],
+    prompt_ids: array[int],
     draft: Prepared,
     nth: int,
-    identity: RequestIdentity,
+    fingerprint: RequestIdentity,
 ) -> LiveTurn:
-    """The turn that a request waits for: one that is served, a recorded turn continued, or a new one."""
-    if (served := _find_served(turns, session, identity)) is not None:
+    """The turn for which a request waits: a turn that is served, a recorded turn continued, or a new turn."""
+    if (served := _find_served(turns, session, fingerprint)) is not None:
         return served
-    if (recorded := _find_recorded(session, identity)) is not None:
+    if (recorded := _find_recorded(session, fingerprint)) is not None:
         session.recorded.remove(recorded)
-    asking = prompt, line, draft.renderer, draft.grammar
-    turn = LiveTurn(turns, session, request, *asking, nth, identity, recorded)
-    asked = turn.prompt, identity.digest
-    session.forget_answered(*asked)
+    turn = LiveTurn(
+        turns,
+        session,
+        request,
+        prompt,
+        prompt_ids,
+        draft.renderer,
+        draft.grammar,
+        nth,
+        fingerprint,
+        recorded,
+    )
+    digest = fingerprint.digest
+    session.forget_answered(turn.prompt, digest)
     in_flight = turns.in_flight.get(session.session_id, ())
-    others = [other for other in in_flight if other.recorded.may_be_asked_again(*asked)]
+    others = [other for other in in_flight if other.recorded.may_be_retried(turn.prompt, digest)]
     turns.in_flight[session.session_id] = [*others, turn]
     return turn
 
 
-def _find_served(turns: LiveTurns, session: Session, identity: RequestIdentity) -> LiveTurn | None:
+def _find_served(turns: LiveTurns, session: Session, fingerprint: RequestIdentity) -> LiveTurn | None:
     in_flight = reversed(turns.in_flight.get(session.session_id, ()))
-    return next((turn for turn in in_flight if turn.is_answer_to(identity)), None)
+    return next((turn for turn in in_flight if turn.answers(fingerprint)), None)
 
 
-def _find_recorded(session: Session, identity: RequestIdentity) -> RecordedTurn | None:
+def _find_recorded(session: Session, fingerprint: RequestIdentity) -> RecordedTurn | None:
     for recorded in reversed(session.recorded):
         # an agent that has the answer and repeats the body asks for another sample
-        if recorded.identity == identity.digest and (identity.insists or not recorded.delivered):
+        may_continue = fingerprint.is_marked or not recorded.delivered
+        if recorded.fingerprint == fingerprint.digest and may_continue:
             return recorded
     return None
 
 
 def _check_tools(renderer: Renderer, request: TurnRequest) -> None:
-    """Raises ApiError if the request has tools to call and calls cannot be read."""
+    """Raises ApiError if the request has tools to call, but calls of the policy cannot be parsed."""
     if request.calls_tools and not renderer.tool_format:
         raise WrongField("tools", NO_FORMAT)
 
@@ -253,16 +274,20 @@ def _check_ids(renderer: Renderer, given: Sequence[int] | Ids) -> Ids:
     if not is_known:
         raise WrongField("prompt", f"Token ids must be from 0 to {renderer.vocab_size - 1}.")
     if renderer.sight is not None and renderer.sight.token_id in ids:
-        told = f"prompt contains the token {renderer.sight.token_id}, which is reserved for pictures"
-        raise WrongField("prompt", f"{told}; to send pictures, use messages")
+        token = renderer.sight.token_id
+        raise WrongField(
+            "prompt",
+            f"prompt contains the token {token}, which is reserved for pictures; to send pictures, use "
+            "messages",
+        )
     return ids
 
 
 def _make_forced_text(request: TurnRequest, renderer: Renderer) -> str:
-    """The beginning of an answer that must call a tool; empty if it need not."""
+    """The beginning of an answer that must call a tool; empty if no call is required."""
     choice = request.tool_choice
     if choice.kind != "required":
         return ""
-    tool = next((tool for tool in request.tools if name_of(tool) == choice.name), None)
+    tool = next((tool for tool in request.tools if tool_name(tool) == choice.name), None)
     opening = renderer.mend(FORMATS[renderer.tool_format].opening(tool))
     return (AFTER_THINKING if renderer.opens_thinking else "") + opening

@@ -39,22 +39,22 @@ class TurnRequest:
     """Further variables of the chat template."""
     tool_choice: ToolChoice = ToolChoice()
     schema: Schema | None = None
-    """What the content of the answer follows; None: nothing."""
+    """JSON Schema of the answer's content; None: the content is free."""
     stop: list[str] = field(default_factory=list)
     max_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    """How the agent wants it sampled, but for the seed."""
+    """The sampling that the agent asks for, without the seed."""
     seed: int | None = None
-    """None: each turn has one of its own."""
+    """None: each turn has a random seed."""
     num_samples: int = 1
     """Number of turns to sample from the prompt."""
     stream: bool = False
     logprobs: bool = False
     left_out: LeftOut = field(default_factory=LeftOut)
-    """What the request has and the model is not told of."""
+    """Parts of the request that the model is not shown."""
 
     def texts(self) -> Iterator[Any]:
-        """JSON values with all text that a prompt shows."""
+        """JSON values that hold all text of the prompt."""
         yield from self.messages
         yield from self.tools
         yield self.template_options

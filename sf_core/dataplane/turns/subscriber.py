@@ -1,4 +1,4 @@
-"""One client of a turn: it gets all pieces of the answer, and says when it is gone."""
+"""A client of a turn, which gets all pieces of the answer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from sf_core.dataplane.turns.live_turn import LiveTurn
 
 
 class Subscriber:
-    """One request that waits for a turn and gets all its pieces."""
+    """A request that waits for a turn and gets all pieces of its answer."""
 
     def __init__(self, turn: LiveTurn) -> None:
         self.turn = turn
         self._is_gone = False
-        turn.join()
+        turn.subscribe()
 
     async def pieces(self) -> AsyncIterator[Pieces]:
         """All pieces of the turn's answer. Raises what the turn raised."""
         turn = self.turn
-        num_seen = 0
+        num_sent = 0
         while True:
-            while num_seen < len(turn.pieces):
-                num_seen += 1
-                yield turn.pieces[num_seen - 1]
+            while num_sent < len(turn.pieces):
+                num_sent += 1
+                yield turn.pieces[num_sent - 1]
             if self._is_gone:
                 raise ApiError(400, "The client went away before its answer was complete.")
             if turn.error is not None:
@@ -35,9 +35,10 @@ class Subscriber:
             await turn.changed.wait()
 
     def leave(self, has_answer: bool = False) -> None:
-        """The client has its answer, or is gone: an unfinished turn goes on for a while, for a retry."""
+        """End the subscription: the client has its answer, or is gone. An unfinished turn goes on for a
+        while, for a retry."""
         if not self._is_gone:
             self._is_gone = True
             if has_answer:
-                self.turn.set_delivered()
-            self.turn.leave()
+                self.turn.record_delivery()
+            self.turn.unsubscribe()

@@ -148,7 +148,7 @@ class Record:
         """One turn as the gateway records it; `end` appends the end-of-turn token."""
         number = self.session.begin_sample(prompt, 0)
         key = TurnKey(self.session.session_id, prompt.index, number)
-        prompts = [NewPrompt.of(prompt) for prompt in self.session.take_unrecorded()]
+        prompts = [NewPrompt.from_prompt(prompt) for prompt in self.session.take_unrecorded()]
         self._note(Begun(key, 0, b"%d" % len(self.turns), prompts))
         asked = self.read(prompt)[0]
         ids = ids + [self.renderer.stop_token_ids[-1]] * end
@@ -164,7 +164,7 @@ class Record:
             message["reasoning_content"] = reasoning
         self.session.commit(generation, prompt, number, message, unparsed)
         turn = self.session.turns[-1]
-        self._note(TurnEnded.of(key, turn, 0))
+        self._note(TurnEnded.from_turn(key, turn, 0))
         self.turns.append((asked, turn))
         return turn
 
@@ -244,7 +244,7 @@ def state_of(session: Session) -> dict[str, Any]:
                 prompt.messages,
                 prompt.num_messages,
                 (prompt.chain, prompt.forced, list(prompt.opening), prompt.tools),
-                (prompt.text, prompt.seam),
+                (prompt.rendered, prompt.boundary),
                 prompt.branch_reason,
                 prompt.num_samples,
             )

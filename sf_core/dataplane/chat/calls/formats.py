@@ -29,32 +29,32 @@ FORMATS = {
 """Formats by their names. A name is the value of `tool_format` in tokenizer_config.json."""
 
 
-def format_of(render: Callable[[list[Message], list[Tool]], str]) -> str:
+def detect_format(render: Callable[[list[Message], list[Tool]], str]) -> str:
     """The name of the format that reads the calls which a template writes; empty if none does."""
     written = {num: _show_calls(render, _CALLS[:num]) for num in (1, 2)}
     texts = {num: text for num, text in written.items() if text is not None}
-    fitting = [
+    matching = [
         name
         for name, form in FORMATS.items()
-        if 1 in texts and all(_reads(form, text, _CALLS[:num]) for num, text in texts.items())
+        if 1 in texts and all(_parses(form, text, _CALLS[:num]) for num, text in texts.items())
     ]
-    # several read alike, and write differently
+    # several formats may parse the text, so the one that would write it most alike is chosen
     return max(
-        fitting,
-        key=lambda name: _num_alike(FORMATS[name].render(_CALLS[0]), texts[1].lstrip()),
+        matching,
+        key=lambda name: _common_prefix_length(FORMATS[name].render(_CALLS[0]), texts[1].lstrip()),
         default="",
     )
 
 
 def _show_calls(render: Callable[[list[Message], list[Tool]], str], calls: list[ToolCall]) -> str | None:
-    """What a template shows of calls, and what it shows behind them: where the rendering of an answer differs
-    from that of another one. None if it refuses them."""
-    made = [tool_call(f"abcdefgh{n}", call.name, call.arguments) for n, call in enumerate(calls)]
+    """The text that a template writes for calls and after them: the part in which the rendering of an answer
+    with calls differs from the rendering of another answer. None if the template refuses calls."""
+    tool_calls = [tool_call(f"abcdefgh{n}", call.name, call.arguments) for n, call in enumerate(calls)]
     results: list[Message] = [
-        {"role": "tool", "content": "found", "tool_call_id": call["id"]} for call in made
+        {"role": "tool", "content": "found", "tool_call_id": call["id"]} for call in tool_calls
     ]
     for is_last in (True, False):  # some templates refuse an answer at the end
-        with_calls = [_USER, {"role": "assistant", "content": "", "tool_calls": made}]
+        with_calls = [_USER, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
         without = [_USER, {"role": "assistant", "content": _OTHER}]
         if not is_last:
             with_calls += results
@@ -64,24 +64,24 @@ def _show_calls(render: Callable[[list[Message], list[Tool]], str], calls: list[
             other = render(without, [_TOOL])
         except jinja2.TemplateError:
             continue
-        start = _num_alike(text, other)
-        return text[start : len(text) - _num_alike(text[start:][::-1], other[start:][::-1])]
+        start = _common_prefix_length(text, other)
+        return text[start : len(text) - _common_prefix_length(text[start:][::-1], other[start:][::-1])]
     return None
 
 
-def _num_alike(text: str, other: str) -> int:
-    """Number of characters with which both begin."""
+def _common_prefix_length(text: str, other: str) -> int:
+    """Number of characters with which both texts begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
-def _reads(form: ToolFormat, text: str, calls: list[ToolCall]) -> bool:
+def _parses(form: ToolFormat, text: str, calls: list[ToolCall]) -> bool:
     splitter = form.splitter([_TOOL])
     parts: Parts = [*splitter.push(text), *splitter.finish()]
-    said = [part for part in parts if isinstance(part, ToolCall) or part.strip()]
-    while said and isinstance(said[-1], str):
-        said.pop()
-    # numbers that are equal may be of two types
-    return splitter.num_unparsed == 0 and repr(said) == repr(calls)
+    parsed = [part for part in parts if isinstance(part, ToolCall) or part.strip()]
+    while parsed and isinstance(parsed[-1], str):
+        parsed.pop()
+    # compared as texts, because equal numbers may be of two types
+    return splitter.num_unparsed == 0 and repr(parsed) == repr(calls)
 
 
 _OTHER = "\N{SNOWMAN}"

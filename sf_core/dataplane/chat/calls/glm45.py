@@ -1,35 +1,35 @@
-"""Calls of GLM-4.5 and later ones: a name, and a tag for each key and each value."""
+"""Calls of GLM-4.5 and later GLM models: a name, and a tag for each key and each value."""
 
 from __future__ import annotations
 
 import re
 
 from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, read_between_tags
-from sf_core.dataplane.chat.calls.values import as_text, value_of
+from sf_core.dataplane.chat.calls.values import format_value, parse_value
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,
     ToolCall,
     ToolFormat,
-    name_of,
-    parameters_of,
+    tool_name,
+    tool_parameters,
 )
 
 _KEY = "<arg_key>"
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
-def _split(tools: list[Tool]) -> CallSplitter:
+def _make_splitter(tools: list[Tool]) -> CallSplitter:
     def parse(text: str) -> ToolCall | None:
         start = text.find(_KEY) if _KEY in text else len(text)
         name = text[:start].strip()
-        if (parameters := parameters_of(name, tools)) is None:
+        if (parameters := tool_parameters(name, tools)) is None:
             return None
         arguments = {}
         at = start
         while argument := _ARGUMENT.match(text, at):
             key = argument[1].strip()
-            arguments[key] = value_of(argument[2], parameters.get(key))
+            arguments[key] = parse_value(argument[2], parameters.get(key))
             at = argument.end()
         return ToolCall(name, arguments) if at == len(text) else None
 
@@ -38,15 +38,15 @@ def _split(tools: list[Tool]) -> CallSplitter:
 
 def _render(call: ToolCall) -> str:
     arguments = (
-        f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n"
+        f"<arg_key>{key}</arg_key>\n<arg_value>{format_value(value)}</arg_value>\n"
         for key, value in call.arguments.items()
     )
     return f"{CALL_START}{call.name}\n{''.join(arguments)}{CALL_END}"
 
 
 GLM45 = ToolFormat(
-    _split,
+    _make_splitter,
     _render,
-    lambda tool: CALL_START if tool is None else f"{CALL_START}{name_of(tool)}\n",
+    lambda tool: CALL_START if tool is None else f"{CALL_START}{tool_name(tool)}\n",
     (CALL_START, CALL_END, _KEY, "</arg_key>", "<arg_value>", "</arg_value>"),
 )

@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 from sf_core.dataplane.chat.json_text import read_json
-from sf_core.dataplane.chat.tool_formats import Tool, ToolCall, name_of, parameters_of
+from sf_core.dataplane.chat.tool_formats import Tool, ToolCall, tool_name, tool_parameters
 
 _JSON = json.JSONDecoder()
 
 
-def json_end(text: str, start: int) -> int | None:
-    """Where the JSON value that begins at `start` ends; None if it does not end, or is none."""
+def find_json_end(text: str, start: int) -> int | None:
+    """End of the JSON value that begins at `start`; None if it does not end, or is not JSON."""
     try:
         return _JSON.raw_decode(text, start)[1]
     except (ValueError, RecursionError):
@@ -28,15 +28,16 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def read_call(text: str, tools: list[Tool], *keys: str) -> ToolCall | None:
-    """`keys` are those under which the arguments may stand, the first one that is there."""
-    return call_of(read_object(text), tools, *keys)
+    """The call in a text; None if the text is not a call. `keys`: names of the field with the arguments, of
+    which the first that is present counts."""
+    return call_from_object(read_object(text), tools, *keys)
 
 
-def call_of(value: Any, tools: list[Tool], *keys: str) -> ToolCall | None:
+def call_from_object(value: Any, tools: list[Tool], *keys: str) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = next((value[key] for key in keys if key in value), None)
-    if not isinstance(arguments, dict) or parameters_of(value["name"], tools) is None:
+    if not isinstance(arguments, dict) or tool_parameters(value["name"], tools) is None:
         return None
     return ToolCall(value["name"], arguments)
 
@@ -45,5 +46,5 @@ def render_call(call: ToolCall, key: str) -> str:
     return json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False)
 
 
-def open_call(tool: Tool | None, key: str) -> str:
-    return '{"name":' if tool is None else f'{{"name": {json.dumps(name_of(tool))}, "{key}":'
+def begin_call(tool: Tool | None, key: str) -> str:
+    return '{"name":' if tool is None else f'{{"name": {json.dumps(tool_name(tool))}, "{key}":'

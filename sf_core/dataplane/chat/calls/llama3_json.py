@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from sf_core.dataplane.chat.calls.json_calls import json_end, open_call, read_call, render_call
-from sf_core.dataplane.chat.tool_formats import Parts, ToolCall, ToolFormat, name_of
+from sf_core.dataplane.chat.calls.json_calls import begin_call, find_json_end, read_call, render_call
+from sf_core.dataplane.chat.tool_formats import Parts, ToolCall, ToolFormat, tool_name
 
 PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = "; \t\r\n"
 _LATE = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:')
-"""The beginning of a call behind other text: not read as one, because the text may only speak of it."""
+"""The beginning of a call after other text. It is not parsed as a call, because the text may only describe
+one."""
 
 
 class LeadingCalls:
@@ -19,7 +20,7 @@ class LeadingCalls:
         self._parse = parse
         self._text = ""
         self._is_text = False
-        """Whether no call can follow."""
+        """Whether the rest of the answer is text: no call can follow."""
         self._has_calls = False
         self.num_unparsed = 0
 
@@ -31,7 +32,7 @@ class LeadingCalls:
         while (at := self._call_start()) is not None:
             if "}" not in text:
                 return parts
-            if (end := json_end(self._text, at)) is None:
+            if (end := find_json_end(self._text, at)) is None:
                 return parts
             call = self._parse(self._text[at:end])
             self.num_unparsed += call is None
@@ -61,11 +62,11 @@ class LeadingCalls:
 LLAMA3_JSON = ToolFormat(
     lambda tools: LeadingCalls(lambda text: read_call(text, tools, "arguments", "parameters")),
     lambda call: render_call(call, "parameters"),
-    lambda tool: open_call(tool, "parameters"),
+    lambda tool: begin_call(tool, "parameters"),
     (PYTHON_TAG,),
     lambda tool: {
         "type": "object",
-        "properties": {"name": {"const": name_of(tool)}, "parameters": {"type": "object"}},
+        "properties": {"name": {"const": tool_name(tool)}, "parameters": {"type": "object"}},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     },

@@ -1,7 +1,7 @@
 """Calls of Mistral's models, behind `[TOOL_CALLS]`.
 
-They are a JSON list or, since version 11 of the tokenizer, a name and arguments each, with `[ARGS]` or not
-between the two. All forms are read wherever one of them is written.
+They are a JSON list or, since version 11 of the tokenizer, a name and arguments per call, with or without
+`[ARGS]` between the two. All forms are parsed, whichever of them the template writes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 from sf_core.dataplane.chat.calls.json_calls import (
-    call_of,
-    json_end,
-    open_call,
+    begin_call,
+    call_from_object,
+    find_json_end,
     read_object,
     render_call,
 )
-from sf_core.dataplane.chat.calls.splitter import Found, MarkedCalls
+from sf_core.dataplane.chat.calls.splitter import MarkedCalls, ParsedCalls
 from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,
     ToolCall,
     ToolFormat,
-    name_of,
-    parameters_of,
+    tool_name,
+    tool_parameters,
 )
 
 _START = "[TOOL_CALLS]"
@@ -36,26 +36,26 @@ _MARKS = (_START, _ARGS, _CALL_ID)
 _NAME = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]*)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=[{\[])")
 
 
-def _split(tools: list[Tool]) -> CallSplitter:
-    def read(text: str, is_whole: bool) -> Found | None:
+def _make_splitter(tools: list[Tool]) -> CallSplitter:
+    def read(text: str, is_whole: bool) -> ParsedCalls | None:
         head = _NAME.match(text)
-        end = json_end(text, head.end()) if head else None
+        end = find_json_end(text, head.end()) if head else None
         if head and end is not None:
             written = text[head.end() : end]
-            return Found(
+            return ParsedCalls(
                 end, _read_named(head[1], written, tools) if head[1] else _read_listed(written, tools)
             )
         if not is_whole:
             return None
         next_start = text.find(_START, 1)
-        return Found(next_start if next_start > 0 else len(text), None)
+        return ParsedCalls(next_start if next_start > 0 else len(text), None)
 
     return MarkedCalls(read, _START, closing="]}")
 
 
 def _read_named(name: str, written: str, tools: list[Tool]) -> list[ToolCall] | None:
     arguments = read_object(written)
-    if arguments is None or parameters_of(name, tools) is None:
+    if arguments is None or tool_parameters(name, tools) is None:
         return None
     return [ToolCall(name, arguments)]
 
@@ -66,21 +66,22 @@ def _read_listed(written: str, tools: list[Tool]) -> list[ToolCall] | None:
     except ValueError:
         return None
     calls = [
-        call_of(_with_object(one), tools, "arguments")
-        for one in (value if isinstance(value, list) else [value])
+        call_from_object(_with_object_as_arguments(call), tools, "arguments")
+        for call in (value if isinstance(value, list) else [value])
     ]
-    found = [call for call in calls if call is not None]
-    return found if found and len(found) == len(calls) else None
+    valid_calls = [call for call in calls if call is not None]
+    return valid_calls if valid_calls and len(valid_calls) == len(calls) else None
 
 
-def _with_object(call: Any) -> Any:
-    """A call whose arguments may be written as a string, or may be absent if it has nothing but a name."""
+def _with_object_as_arguments(call: Any) -> Any:
+    """The call with its arguments as an object. They may be written as a string, or be absent if the call has
+    only a name."""
     if not isinstance(call, dict):
         return call
     if isinstance(written := call.get("arguments"), str):
         return call | {"arguments": read_object(written)}
-    has_none = written is None and call.keys() <= {"name", "id", "arguments"}
-    return call | {"arguments": {}} if has_none else call
+    has_no_arguments = written is None and call.keys() <= {"name", "id", "arguments"}
+    return call | {"arguments": {}} if has_no_arguments else call
 
 
 def _render_named(between: str) -> Callable[[ToolCall], str]:
@@ -88,14 +89,14 @@ def _render_named(between: str) -> Callable[[ToolCall], str]:
 
 
 def _open_named(between: str) -> Callable[[Tool | None], str]:
-    return lambda tool: _START if tool is None else f"{_START}{name_of(tool)}{between}"
+    return lambda tool: _START if tool is None else f"{_START}{tool_name(tool)}{between}"
 
 
 MISTRAL_LIST = ToolFormat(
-    _split,
+    _make_splitter,
     lambda call: f"{_START}[{render_call(call, 'arguments')}]",
-    lambda tool: f"{_START}[{open_call(tool, 'arguments')}",
+    lambda tool: f"{_START}[{begin_call(tool, 'arguments')}",
     _MARKS,
 )
-MISTRAL = ToolFormat(_split, _render_named(_ARGS), _open_named(_ARGS), _MARKS)
-MISTRAL_NAMED = ToolFormat(_split, _render_named(""), _open_named(""), _MARKS)
+MISTRAL = ToolFormat(_make_splitter, _render_named(_ARGS), _open_named(_ARGS), _MARKS)
+MISTRAL_NAMED = ToolFormat(_make_splitter, _render_named(""), _open_named(""), _MARKS)

@@ -11,15 +11,15 @@ from sf_core.dataplane.chat.tool_formats import (
     Tool,
     ToolCall,
     ToolFormat,
-    name_of,
-    parameters_of,
+    tool_name,
+    tool_parameters,
 )
 
 
-def _split(tools: list[Tool]) -> CallSplitter:
+def _make_splitter(tools: list[Tool]) -> CallSplitter:
     def parse(text: str) -> ToolCall | None:
         name, _, argument = text.strip().partition(" ")
-        parameters = parameters_of(name, tools)
+        parameters = tool_parameters(name, tools)
         if parameters is None:
             return None
         if not parameters:
@@ -37,12 +37,13 @@ def _render(call: ToolCall) -> str:
 def _open(tool: Tool | None) -> str:
     if tool is None:
         return CALL_START
-    space = " " if parameters_of(name_of(tool), [tool]) else ""
-    return CALL_START + name_of(tool) + space
+    space = " " if tool_parameters(tool_name(tool), [tool]) else ""
+    return CALL_START + tool_name(tool) + space
 
 
 def _convert(text: str, kind: str | None) -> Any:
-    """The argument as a number if the schema wants one and the text is one in JSON, else as text."""
+    """The argument as a number, if the schema asks for a number and the text is a number in JSON; else as
+    text."""
     if kind in ("integer", "number"):
         try:
             value = read_json(text)
@@ -53,4 +54,4 @@ def _convert(text: str, kind: str | None) -> Any:
     return text
 
 
-PLAIN = ToolFormat(_split, _render, _open, (CALL_START, CALL_END))
+PLAIN = ToolFormat(_make_splitter, _render, _open, (CALL_START, CALL_END))

@@ -11,22 +11,24 @@ CALL_START = "<tool_call>"
 CALL_END = "</tool_call>"
 
 
-class Found(NamedTuple):
+class ParsedCalls(NamedTuple):
     length: int
-    """Length of the text that the calls take."""
+    """Length of the text of the calls."""
     calls: list[ToolCall] | None
-    """None: the text is no call."""
+    """None: the text is not a call."""
 
 
-Read = Callable[[str, bool], Found | None]
-"""Reads the calls with which a text begins; None: it depends on later text. The flag says that none comes."""
+Read = Callable[[str, bool], ParsedCalls | None]
+"""Parses the calls with which a text begins; None: the result depends on later text. The flag tells that no
+more text will come."""
 
 
 class MarkedCalls:
-    """`read` must return for a text what it returns for a beginning of that text, if it returns anything."""
+    """If `read` returns a result for a text, it must return the same result for every longer text."""
 
     def __init__(self, read: Read, *marks: str, closing: str = "") -> None:
-        """`closing`: characters without one of which no call ends, so that texts without need not be read."""
+        """`closing`: each call ends with one of these characters, so a text without them need not be
+        parsed."""
         self._read = read
         self._marks = marks
         self._closing = closing
@@ -48,29 +50,31 @@ class MarkedCalls:
 
     def _split(self, *, is_whole: bool) -> Parts:
         parts: Parts = []
-        while (
-            start := min((at for mark in self._marks if (at := self._text.find(mark)) >= 0), default=-1)
-        ) >= 0:
+        while (start := self._find_mark()) is not None:
             parts.append(self._text[:start])
             self._text = self._text[start:]
-            found = self._read(self._text, is_whole)
-            if found is None:
+            result = self._read(self._text, is_whole)
+            if result is None:
                 return parts
-            length, calls = found
+            length, calls = result
             self.num_unparsed += calls is None
             parts += [self._text[:length]] if calls is None else calls
             self._text = self._text[length:]
+        # a mark may begin at the end of the text
         certain = len(self._text) - max(overlap(self._text, mark) for mark in self._marks)
         parts.append(self._text[:certain])
         self._text = self._text[certain:]
         return parts
 
+    def _find_mark(self) -> int | None:
+        return min((at for mark in self._marks if (at := self._text.find(mark)) >= 0), default=None)
+
 
 def read_between_tags(parse: Callable[[str], ToolCall | None], *, shows_end: bool = False) -> Read:
-    """Reads calls between `<tool_call>` and `</tool_call>`. `shows_end`: no call that is cut parses, so that
-    the last one needs no closing tag."""
+    """A parser of calls between `<tool_call>` and `</tool_call>`. `shows_end`: an incomplete call does not
+    parse, so the last call needs no closing tag."""
 
-    def read(text: str, is_whole: bool) -> Found | None:
+    def read(text: str, is_whole: bool) -> ParsedCalls | None:
         if (end := text.find(CALL_END)) >= 0:
             length = end + len(CALL_END)
             inside = text[len(CALL_START) : end]
@@ -80,8 +84,8 @@ def read_between_tags(parse: Callable[[str], ToolCall | None], *, shows_end: boo
             length = len(text)
             inside = text[len(CALL_START) : len(text) - overlap(text, CALL_END)]
         else:
-            return Found(len(text), None)
+            return ParsedCalls(len(text), None)
         call = parse(inside)
-        return Found(length, None if call is None else [call])
+        return ParsedCalls(length, None if call is None else [call])
 
     return read

@@ -1,7 +1,7 @@
-"""Values of arguments that a call holds as text, by the schema of the tool: as vLLM converts them.
+"""Conversion of arguments that a call holds as text, by the schema of the tool, as in vLLM.
 
-The types of a schema are tried in one order, and a text that fits none is JSON or itself. A text whose type
-is not known stays text.
+The types of a schema are tried in a fixed order. A text that fits no type is parsed as JSON, or stays text. A
+text without a known type stays text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from sf_core.dataplane.chat.json_text import read_json
 
 
-def value_of(text: str, schema: Any) -> Any:
+def parse_value(text: str, schema: Any) -> Any:
     kinds = {_ALIASES.get(kind, kind) for kind in map(str.lower, _types(schema))}
     for kind, convert in _CONVERSIONS.items():
         if kind in kinds:
@@ -30,8 +30,8 @@ def value_of(text: str, schema: Any) -> Any:
         return text
 
 
-def as_text(value: Any) -> str:
-    """The text that stands for a value in a call."""
+def format_value(value: Any) -> str:
+    """The text of a value in a call."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -72,7 +72,7 @@ def _integer(text: str) -> Any:
 
 
 def _number(text: str) -> int | float:
-    # an integer as one: a float would round a long one
+    # integers stay integers: a float would round a long one
     try:
         return _integer(text)
     except ValueError:

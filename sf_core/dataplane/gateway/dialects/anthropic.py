@@ -16,7 +16,7 @@ from sf_core.dataplane.chat.contents import (
     read_result,
     read_texts,
 )
-from sf_core.dataplane.chat.json_text import kind_of
+from sf_core.dataplane.chat.json_text import json_type_name
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
@@ -26,16 +26,16 @@ from sf_core.dataplane.gateway.dialects.checks import (
     answer_schema,
     check_choice,
     check_conversation,
-    check_number,
+    check_count,
     function_tool,
-    get,
+    get_field,
     parse_arguments,
     parse_stop,
-    positive,
+    positive_int,
     read_sampling,
     template_options,
 )
-from sf_core.dataplane.gateway.dialects.protocol import Count, encode_event
+from sf_core.dataplane.gateway.dialects.protocol import CountRoutes, encode_event
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces
 from sf_core.dataplane.turns.request import ToolChoice, TurnRequest
@@ -49,7 +49,7 @@ ERROR_TYPES = {
     429: "rate_limit_error",
 }
 THREAD = "thread_unsupported_request"
-"""Code by which Anthropic's packages know that a conversation must be sent whole."""
+"""Code from which Anthropic's packages know that they must send the whole conversation."""
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -57,7 +57,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 class Anthropic:
     name = "messages"
     paths: tuple[str, ...] = ("/v1/messages",)
-    count: Count | None = Count(("/v1/messages/count_tokens",), "input_tokens")
+    count: CountRoutes | None = CountRoutes(("/v1/messages/count_tokens",), "input_tokens")
     schema_fields = frozenset({"output_config.format", "output_format"})
     done_fields: frozenset[str] = frozenset()
     has_ids = False
@@ -65,24 +65,24 @@ class Anthropic:
     overflow = "prompt is too long: {tokens} tokens > {most} maximum. Please shorten the {param}.", "messages"
 
     def read(self, body: Body, path: str) -> Body:
-        sentence = "thread is not supported: leave it out, and send the whole conversation in messages."
         if body.get("thread") is not None:
+            sentence = "thread is not supported: leave it out, and send the whole conversation in messages."
             raise ApiError(400, sentence, code=THREAD, param="thread")
         return body
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        max_tokens = positive(body, "max_tokens")
+        max_tokens = positive_int(body, "max_tokens")
         if max_tokens is None:
             raise WrongField("max_tokens", "max_tokens is required")
-        tools = _parse_tools(get(body, "tools", (list,), []))
+        tools = _parse_tools(get_field(body, "tools", (list,), []))
         left_out = LeftOut(sees)
         messages = _system_message(body.get("system"), "system")
-        given = get(body, "messages", (list,), [])
-        if not given:
+        sent = get_field(body, "messages", (list,), [])
+        if not sent:
             raise WrongField("messages", "messages must contain at least one message")
-        for i, message in enumerate(given):
+        for i, message in enumerate(sent):
             messages += _parse_message(message, f"messages[{i}]", left_out)
-        if given[-1]["role"] == "assistant":
+        if sent[-1]["role"] == "assistant":
             raise ApiError(
                 400,
                 "The last message must have the role user: the model cannot continue an answer that the "
@@ -98,8 +98,8 @@ class Anthropic:
                 schema=answer_schema(body, "output_config.format", "output_format"),
                 stop=parse_stop(body, "stop_sequences"),
                 max_tokens=max_tokens,
-                sampling=read_sampling(body, positive(body, "top_k") or 0, hottest=1.0),
-                stream=get(body, "stream", (bool,), False),
+                sampling=read_sampling(body, positive_int(body, "top_k") or 0, max_temperature=1.0),
+                stream=get_field(body, "stream", (bool,), False),
                 left_out=left_out,
             )
         ]
@@ -111,27 +111,27 @@ class Anthropic:
         kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         if error.status == 503 and error.retry_after_s is not None:
             kind = "overloaded_error"
-        told: dict[str, Any] = {"type": kind, "message": error.message}
+        description: dict[str, Any] = {"type": kind, "message": error.message}
         if error.code == THREAD:
-            told["details"] = {"error_code": THREAD}
-        return {"type": "error", "error": told, "request_id": request_id}
+            description["details"] = {"error_code": THREAD}
+        return {"type": "error", "error": description, "request_id": request_id}
 
     def model_entry(self, model: str) -> dict[str, Any]:
         return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
     def model_list(self, models: list[str]) -> dict[str, Any]:
         entries = [self.model_entry(name) for name in models]
-        first, last = (models[0], models[-1]) if models else (None, None)
-        return {"data": entries, "has_more": False, "first_id": first, "last_id": last}
+        first_id, last_id = (models[0], models[-1]) if models else (None, None)
+        return {"data": entries, "has_more": False, "first_id": first_id, "last_id": last_id}
 
 
 class AnthropicReply:
     def __init__(self, turn_id: str, model: str) -> None:
         self._head = {"id": f"msg_{turn_id}", "type": "message", "role": "assistant", "model": model}
         self._signature = f"signed_{turn_id}"
-        """The signature of its reasoning: clients drop reasoning without one. Nobody checks it."""
+        """Signature of the reasoning: clients drop reasoning without a signature. Nobody verifies it."""
         self._num_blocks = 0
-        self._open: str | None = None
+        self._open_type: str | None = None
         """Type of the block that is being streamed; None between blocks."""
 
     def whole(self, answers: list[Answer]) -> bytes:
@@ -146,29 +146,29 @@ class AnthropicReply:
         return msgspec.json.encode(self._head | {"content": content, "usage": usage} | _describe_end(answer))
 
     def start(self, num_prompt_tokens: int) -> bytes:
-        unstopped: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = self._head | unstopped | {"usage": _usage(num_prompt_tokens, 0)}
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = self._head | empty | {"usage": _usage(num_prompt_tokens, 0)}
         return encode_event({"type": "message_start", "message": message})
 
     def piece(self, index: int, pieces: Pieces) -> bytes:
         data = b""
         for event in pieces.events:
             if isinstance(event, MadeCall):
-                data += self._begin("tool_use", _tool_use(event, {}))
+                data += self._begin_block("tool_use", _tool_use(event, {}))
                 data += self._delta({"type": "input_json_delta", "partial_json": event.arguments})
-                data += self._end()
+                data += self._end_block()
             elif isinstance(event, Reasoning):
-                data += self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                data += self._begin_block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 data += self._delta({"type": "thinking_delta", "thinking": event.text})
             else:
-                data += self._begin("text", {"type": "text", "text": ""})
+                data += self._begin_block("text", {"type": "text", "text": ""})
                 data += self._delta({"type": "text_delta", "text": event})
         return data
 
     def end_turn(self, index: int, answer: Answer) -> bytes:
         usage = _usage(answer.num_prompt_tokens, answer.num_sampled_tokens)
         delta = {"type": "message_delta", "delta": _describe_end(answer), "usage": usage}
-        return self._end() + encode_event(delta)
+        return self._end_block() + encode_event(delta)
 
     def end(self, answers: list[Answer]) -> bytes:
         return encode_event({"type": "message_stop"})
@@ -176,29 +176,29 @@ class AnthropicReply:
     def fail(self, error: ApiError, request_id: str) -> bytes:
         return encode_event(Anthropic().error_body(error, request_id))
 
-    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
-        if kind == self._open:
+    def _begin_block(self, kind: str, block: dict[str, Any]) -> bytes:
+        if kind == self._open_type:
             return b""
-        ended = self._end()
-        self._open = kind
+        ended = self._end_block()
+        self._open_type = kind
         start = {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
         return ended + encode_event(start)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return encode_event({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
 
-    def _end(self) -> bytes:
-        if self._open is None:
+    def _end_block(self) -> bytes:
+        if self._open_type is None:
             return b""
         signature = {"type": "signature_delta", "signature": self._signature}
-        signed = self._delta(signature) if self._open == "thinking" else b""
-        self._open = None
+        signed = self._delta(signature) if self._open_type == "thinking" else b""
+        self._open_type = None
         self._num_blocks += 1
         return signed + encode_event({"type": "content_block_stop", "index": self._num_blocks - 1})
 
 
 def _parse_tools(tools: list[Any]) -> list[Tool]:
-    check_number(tools, "tools", MAX_TOOLS, "tools")
+    check_count(tools, "tools", MAX_TOOLS, "tools")
     parsed = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -206,16 +206,16 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
             raise WrongField(where, f"{where} must be a tool with a name")
         if tool.get("type", "custom") != "custom":
             raise WrongField(where, f"{where}: tools of type {tool['type']} are not supported")
-        schema = get(tool, "input_schema", (dict,), {"properties": {}})
+        schema = get_field(tool, "input_schema", (dict,), {"properties": {}})
         parsed.append(function_tool(tool | {"parameters": {**schema, "type": schema.get("type", "object")}}))
     return parsed
 
 
 def _effort(body: Body) -> Any:
-    """How much to reason. vLLM gives templates no other word for `thinking`."""
-    if get(body, "thinking", (dict,), {}).get("type") == "disabled":
+    """The effort of reasoning. As in vLLM, disabled `thinking` is the effort `none`."""
+    if get_field(body, "thinking", (dict,), {}).get("type") == "disabled":
         return "none"
-    return get(body, "output_config", (dict,), {}).get("effort")
+    return get_field(body, "output_config", (dict,), {}).get("effort")
 
 
 def _system_message(content: Any, where: str) -> list[Message]:
@@ -224,7 +224,7 @@ def _system_message(content: Any, where: str) -> list[Message]:
 
 
 def _parse_choice(body: Body) -> ToolChoice:
-    choice = get(body, "tool_choice", (dict,), {"type": "auto"})
+    choice = get_field(body, "tool_choice", (dict,), {"type": "auto"})
     parallel = not choice.get("disable_parallel_tool_use")
     match choice.get("type"):
         case "auto" | "none" as kind:
@@ -250,25 +250,29 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> list[Message]
     if not isinstance(content, list):
         raise WrongField(where, f"{where}.content must be a string or a list of blocks")
     blocks = [(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
-    found = [part for block, at in blocks for part in _block_parts(block, role, at, left_out) if part]
+    parts = [part for block, at in blocks for part in _block_parts(block, role, at, left_out) if part]
     if role == "user":
         results = [
             _tool_result(block, at, left_out) for block, at in blocks if block["type"] == "tool_result"
         ]
-        return [*results, *([{"role": "user", "content": canonical(found)}] if found else [])]
-    answer: Message = {"role": role, "content": canonical(found)}
-    if thoughts := [get(block, "thinking", (str,), "") for block, _ in blocks if block["type"] == "thinking"]:
+        return [*results, *([{"role": "user", "content": canonical(parts)}] if parts else [])]
+    answer: Message = {"role": role, "content": canonical(parts)}
+    thoughts = [
+        get_field(block, "thinking", (str,), "") for block, _ in blocks if block["type"] == "thinking"
+    ]
+    if thoughts:
         answer["reasoning_content"] = "".join(thoughts)
-    if calls := [_parse_call(block, at, left_out) for block, at in blocks if block["type"] == "tool_use"]:
+    calls = [_parse_call(block, at, left_out) for block, at in blocks if block["type"] == "tool_use"]
+    if calls:
         answer["tool_calls"] = calls
     return [answer]
 
 
 def _block_parts(block: Any, role: str, where: str, left_out: LeftOut) -> list[str | Part]:
-    """The text or picture of a block; other blocks that the role may have, have none."""
-    kind = block.get("type") if isinstance(block, dict) else kind_of(block)
-    others = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
-    if kind in others:
+    """The text or picture of a block; empty for the other types of blocks that the role may have."""
+    kind = block.get("type") if isinstance(block, dict) else json_type_name(block)
+    without_parts = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
+    if kind in without_parts:
         return []
     if kind == IMAGE and role == "user" and left_out.sees:
         return [read_picture(block, where, left_out)]
@@ -288,8 +292,8 @@ def _parse_call(block: dict[str, Any], where: str, left_out: LeftOut) -> dict[st
     return tool_call(block["id"], block["name"], parse_arguments(block.get("input"), left_out))
 
 
-def _tool_use(call: MadeCall, given: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": given}
+def _tool_use(call: MadeCall, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments}
 
 
 def _describe_end(answer: Answer) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.contents import LeftOut, read_content, read_result
-from sf_core.dataplane.chat.json_text import kind_of
+from sf_core.dataplane.chat.json_text import json_type_name
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import WrongField
@@ -17,12 +17,12 @@ from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     answer_schema,
     check_conversation,
-    check_number,
+    check_count,
     function_tool,
-    get,
+    get_field,
     parse_arguments,
     parse_stop,
-    positive,
+    positive_int,
     read_sampling,
     template_options,
 )
@@ -41,27 +41,31 @@ class Chat(OpenAI):
     schema_fields = frozenset({"response_format"})
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        chosen = body.get("tool_choice")
-        function = chosen.get("function") if isinstance(chosen, dict) else None
-        named = function.get("name") if isinstance(function, dict) else None
-        choice, tools = read_choice(body, _parse_tools(body.get("tools")), named)
-        limit = positive(body, "max_completion_tokens")
+        choice = body.get("tool_choice")
+        function = choice.get("function") if isinstance(choice, dict) else None
+        function_name = function.get("name") if isinstance(function, dict) else None
+        tool_choice, tools = read_choice(body, _parse_tools(body.get("tools")), function_name)
+        max_completion_tokens = positive_int(body, "max_completion_tokens")
         left_out = LeftOut(sees)
-        get(body, "stream_options", (dict,), {})
+        get_field(body, "stream_options", (dict,), {})
         return [
             TurnRequest(
                 messages=check_conversation(_parse_messages(body.get("messages"), left_out), "messages"),
                 tools=tools,
                 template_options=template_options(body, body.get("reasoning_effort")),
-                tool_choice=choice,
+                tool_choice=tool_choice,
                 schema=answer_schema(body, "response_format"),
                 stop=parse_stop(body),
-                max_tokens=positive(body, "max_tokens") if limit is None else limit,
+                max_tokens=(
+                    positive_int(body, "max_tokens")
+                    if max_completion_tokens is None
+                    else max_completion_tokens
+                ),
                 sampling=read_sampling(body),
-                seed=get(body, "seed", (int,), None),
-                num_samples=positive(body, "n", MAX_TURNS) or 1,
-                stream=get(body, "stream", (bool,), False),
-                logprobs=get(body, "logprobs", (bool,), False),
+                seed=get_field(body, "seed", (int,), None),
+                num_samples=positive_int(body, "n", MAX_TURNS) or 1,
+                stream=get_field(body, "stream", (bool,), False),
+                logprobs=get_field(body, "logprobs", (bool,), False),
                 left_out=left_out,
             )
         ]
@@ -132,8 +136,8 @@ def _parse_tools(tools: Any) -> list[Tool]:
     if not tools:
         return []
     if not isinstance(tools, list):
-        raise WrongField("tools", f"tools must be a list, got {kind_of(tools)}")
-    check_number(tools, "tools", MAX_TOOLS, "tools")
+        raise WrongField("tools", f"tools must be a list, got {json_type_name(tools)}")
+    check_count(tools, "tools", MAX_TOOLS, "tools")
     parsed = []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -145,12 +149,13 @@ def _parse_tools(tools: Any) -> list[Tool]:
 
 def _parse_messages(messages: Any, left_out: LeftOut) -> list[Message]:
     if not isinstance(messages, list):
-        raise WrongField("messages", f"messages must be a list, got {kind_of(messages)}")
+        raise WrongField("messages", f"messages must be a list, got {json_type_name(messages)}")
     return [_parse_message(message, f"messages[{i}]", left_out) for i, message in enumerate(messages)]
 
 
 def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
-    """The canonical message: only what a model can see, and equal for messages that mean the same."""
+    """The canonical message: it holds only the parts that a model can see, and is equal for equivalent
+    messages."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise WrongField(where, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}")
@@ -159,17 +164,20 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
         parsed["content"] = read_result(message.get("content"), f"{where}.content", left_out)
         parsed["tool_call_id"] = message.get("tool_call_id")
     else:
-        shown = left_out if message["role"] == "user" else None
-        parsed["content"] = read_content(message.get("content"), f"{where}.content", shown)
+        may_have_pictures = message["role"] == "user"
+        pictures_in = left_out if may_have_pictures else None
+        parsed["content"] = read_content(message.get("content"), f"{where}.content", pictures_in)
     if message["role"] == "assistant":
-        given = (message.get(name) for name in ("reasoning", "reasoning_content"))
-        if (reasoning := next((text for text in given if isinstance(text, str)), None)) is not None:
-            parsed["reasoning_content"] = reasoning
+        for name in ("reasoning", "reasoning_content"):
+            if isinstance(message.get(name), str):
+                parsed["reasoning_content"] = message[name]
+                break
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list):
-                raise WrongField(where, f"{where}.tool_calls must be a list, got {kind_of(calls)}")
-            named = [(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-            parsed["tool_calls"] = [_parse_call(call, at, left_out) for call, at in named]
+                raise WrongField(where, f"{where}.tool_calls must be a list, got {json_type_name(calls)}")
+            parsed["tool_calls"] = [
+                _parse_call(call, f"{where}.tool_calls[{i}]", left_out) for i, call in enumerate(calls)
+            ]
     if isinstance(message.get("name"), str):
         parsed["name"] = message["name"]
     return parsed

@@ -10,11 +10,11 @@ import msgspec
 from sf_core.dataplane.errors import WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
-    get,
+    get_field,
     parse_stop,
-    positive,
+    positive_int,
     read_sampling,
-    refuse,
+    refuse_unless,
 )
 from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, ChoicesReply, OpenAI
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS
@@ -34,9 +34,9 @@ class Completions(OpenAI):
     has_ids = True
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        num_samples = positive(body, "n", MAX_TURNS) or 1
-        refuse(body, "best_of", "best_of must equal n", num_samples)
-        logprobs = get(body, "logprobs", (int,), None)
+        num_samples = positive_int(body, "n", MAX_TURNS) or 1
+        refuse_unless(body, "best_of", "best_of must equal n", num_samples)
+        logprobs = get_field(body, "logprobs", (int,), None)
         if logprobs:
             raise WrongField(
                 "logprobs", "logprobs must be 0, which returns the log-prob of the sampled token"
@@ -44,18 +44,18 @@ class Completions(OpenAI):
         prompts = _parse_prompts(body.get("prompt"))
         if len(prompts) * num_samples > MAX_TURNS:
             raise WrongField("prompt", f"the number of prompts times n must be at most {MAX_TURNS}")
-        get(body, "stream_options", (dict,), {})
-        refuse(body, "chat_template_kwargs", "chat_template_kwargs has no effect without messages", {})
+        get_field(body, "stream_options", (dict,), {})
+        refuse_unless(body, "chat_template_kwargs", "chat_template_kwargs has no effect without messages", {})
         return [
             TurnRequest(
                 text_or_ids=prompt,
-                adds_special=get(body, "add_special_tokens", (bool,), True),
+                adds_special=get_field(body, "add_special_tokens", (bool,), True),
                 stop=parse_stop(body),
-                max_tokens=positive(body, "max_tokens") or DEFAULT_MAX_TOKENS,
+                max_tokens=positive_int(body, "max_tokens") or DEFAULT_MAX_TOKENS,
                 sampling=read_sampling(body),
-                seed=get(body, "seed", (int,), None),
+                seed=get_field(body, "seed", (int,), None),
                 num_samples=num_samples,
-                stream=get(body, "stream", (bool,), False),
+                stream=get_field(body, "stream", (bool,), False),
                 logprobs=logprobs is not None,
             )
             for prompt in prompts
@@ -70,7 +70,7 @@ class CompletionsReply(ChoicesReply):
 
     def __init__(self, reply_id: str, body: Body) -> None:
         super().__init__(reply_id, body)
-        self._lengths: dict[int, int] = {}
+        self._num_characters: dict[int, int] = {}
         """Number of characters, per choice, of the tokens whose log-probs were sent."""
 
     def whole(self, answers: list[Answer]) -> bytes:
@@ -105,7 +105,9 @@ class CompletionsReply(ChoicesReply):
 
     def _logprobs(self, index: int, entries: list[TokenLogprob]) -> dict[str, Any]:
         lengths = [len(entry.text) for entry in entries]
-        *offsets, self._lengths[index] = itertools.accumulate(lengths, initial=self._lengths.get(index, 0))
+        *offsets, self._num_characters[index] = itertools.accumulate(
+            lengths, initial=self._num_characters.get(index, 0)
+        )
         return {
             "tokens": [entry.text for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
@@ -119,10 +121,11 @@ def _parse_prompts(prompt: Any) -> list[str | list[int]]:
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise WrongField(
-            "prompt", ("prompt must be a text, a list of texts, a list of token ids or a list of such lists")
+            "prompt", "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
         )
-    for i, one in enumerate(prompt):
-        if not one or not (isinstance(one, str) or _is_ids(one)):
+    for i, text_or_ids in enumerate(prompt):
+        is_text = isinstance(text_or_ids, str) and bool(text_or_ids)
+        if not is_text and not _is_ids(text_or_ids):
             raise WrongField("prompt", f"prompt[{i}] must be a non-empty text or a list of token ids")
     return prompt
 

@@ -25,9 +25,9 @@ FINISH_REASONS = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
 
 
 class GoogleReply:
-    """The response; every event of a stream is one, and holds parts of candidates.
+    """The response. Every event of a stream is a response with parts of candidates.
 
-    Each candidate of an event has a part: google-genai forgets an answer in which one has none."""
+    Each candidate of an event has a part: google-genai drops an answer in which a candidate has none."""
 
     def __init__(self, turn_id: str, model: str, num_candidates: int) -> None:
         self._head = {"modelVersion": model, "responseId": turn_id}
@@ -64,11 +64,11 @@ class GoogleReply:
 
 def describe_error(error: ApiError) -> dict[str, Any]:
     status = STATUSES.get(error.status, "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT")
-    told: dict[str, Any] = {"code": error.status, "message": error.message, "status": status}
+    description: dict[str, Any] = {"code": error.status, "message": error.message, "status": status}
     if error.retry_after_s is not None:
-        # gemini-cli reads it here, not in the header
-        told["details"] = [{"@type": RETRY_INFO, "retryDelay": f"{error.retry_after_s}s"}]
-    return {"error": told}
+        # gemini-cli reads the delay from the body, not from the header
+        description["details"] = [{"@type": RETRY_INFO, "retryDelay": f"{error.retry_after_s}s"}]
+    return {"error": description}
 
 
 def _list_events(answer: Answer) -> list[Event]:

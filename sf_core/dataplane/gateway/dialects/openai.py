@@ -1,4 +1,4 @@
-"""What the three OpenAI dialects share."""
+"""The common parts of the three OpenAI dialects."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
-from sf_core.dataplane.gateway.dialects.checks import Body, check_choice, get, pick_tools
-from sf_core.dataplane.gateway.dialects.protocol import Count, data_event
+from sf_core.dataplane.gateway.dialects.checks import Body, check_choice, get_field, select_tools
+from sf_core.dataplane.gateway.dialects.protocol import CountRoutes, data_event
 from sf_core.dataplane.turns.answer import Answer, TokenLogprob
 from sf_core.dataplane.turns.request import ToolChoice
 
@@ -20,7 +20,7 @@ OVERFLOW = (
 
 
 class OpenAI:
-    count: Count | None = None
+    count: CountRoutes | None = None
     schema_fields: frozenset[str] = frozenset()
     done_fields: frozenset[str] = frozenset()
     has_ids = False
@@ -41,10 +41,11 @@ class OpenAI:
 
 
 class ChoicesReply:
-    """What the responses of Chat and Completions share; all chunks of a stream have the same id and time."""
+    """The common parts of the responses of Chat and Completions. All chunks of a stream have the same id and
+    time."""
 
     chunk_kind: str
-    """Their `object`."""
+    """The field `object` of the chunks of a stream."""
 
     def __init__(self, reply_id: str, body: Body) -> None:
         self._head = {"id": reply_id, "created": int(time.time()), "model": body["model"]}
@@ -64,24 +65,25 @@ class ChoicesReply:
         return data_event(self._head | {"object": self.chunk_kind, "choices": choices} | more)
 
     def _usage(self, answers: list[Answer]) -> dict[str, int]:
-        # the samples of a prompt share it
+        # the samples of a prompt come one after another, and the prompt counts once
         prompt = sum(answer.num_prompt_tokens for answer in answers[:: self._num_samples])
         sampled = sum(answer.num_sampled_tokens for answer in answers)
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def read_choice(body: Body, tools: list[Tool], named: Any) -> tuple[ToolChoice, list[Tool]]:
-    """The choice, and the tools that the model is shown: a choice of type allowed_tools leaves some, and has
-    a mode. `named`: the function that tool_choice names if it is an object."""
-    choice = get(body, "tool_choice", (str, dict), "auto")
-    parallel = get(body, "parallel_tool_calls", (bool,), True)
+def read_choice(body: Body, tools: list[Tool], function_name: Any) -> tuple[ToolChoice, list[Tool]]:
+    """The choice, and the tools that the model is shown. A choice of type allowed_tools selects some tools,
+    and has a mode. `function_name`: the function that tool_choice names, if it is an object."""
+    choice = get_field(body, "tool_choice", (str, dict), "auto")
+    parallel = get_field(body, "parallel_tool_calls", (bool,), True)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = get(choice, "allowed_tools", (dict,), choice)  # Responses has its fields beside the type
-        names = [_name_of_function(tool) for tool in get(allowed, "tools", (list,), [])]
-        tools = pick_tools(tools, names, "tool_choice")
-        choice = get(allowed, "mode", (str,), "auto")
-    if isinstance(choice, dict) and isinstance(named, str):
-        return check_choice(ToolChoice("required", named, parallel), tools), tools
+        # in the Responses API these fields stand beside the type
+        allowed = get_field(choice, "allowed_tools", (dict,), choice)
+        names = [_name_of_function(tool) for tool in get_field(allowed, "tools", (list,), [])]
+        tools = select_tools(tools, names, "tool_choice")
+        choice = get_field(allowed, "mode", (str,), "auto")
+    if isinstance(choice, dict) and isinstance(function_name, str):
+        return check_choice(ToolChoice("required", function_name, parallel), tools), tools
     if choice not in ("auto", "none", "required"):
         raise WrongField("tool_choice", 'tool_choice must be "auto", "none", "required" or name a function')
     return check_choice(ToolChoice(choice, None, parallel), tools), tools

@@ -37,8 +37,8 @@ class Reply(Protocol):
         ...
 
 
-class Count(NamedTuple):
-    """How the tokens of a prompt are counted."""
+class CountRoutes(NamedTuple):
+    """The routes that count the tokens of a prompt."""
 
     paths: tuple[str, ...]
     """As in `Dialect.paths`."""
@@ -48,34 +48,37 @@ class Count(NamedTuple):
 
 class Dialect(Protocol):
     name: str
-    """Its name in metrics and traces."""
+    """Name of the dialect in metrics and traces."""
 
     paths: tuple[str, ...]
-    """The paths that answer with turns, as routes write them."""
+    """The paths that answer with turns, in the form of routes."""
 
-    count: Count | None
-    """None: clients of this dialect count no tokens."""
+    count: CountRoutes | None
+    """None: the API of this dialect counts no tokens."""
 
     schema_fields: frozenset[str]
-    """Fields of `UNDONE` that hold answers to a schema, which it reads for runs whose engines can do so."""
+    """Fields of `UNDONE` that make answers follow a schema. The dialect reads them for runs whose engines
+    follow grammars."""
 
     done_fields: frozenset[str]
-    """Fields of `UNDONE` that it supports, although others do not."""
+    """Fields of `UNDONE` that this dialect supports, although others do not."""
 
     has_ids: bool
-    """Prompts may be lists of token ids, which are then the only values that a body may have many of."""
+    """Whether prompts may be lists of token ids. A body may have any number of these, unlike of other
+    values."""
 
     header: bytes | None
-    """A header that all its clients send, and no others; None: there is none."""
+    """A header that all clients of this dialect send, and no others; None: there is none."""
 
     overflow: tuple[str, str]
-    """What its provider says of a prompt that leaves no room for an answer, because agents shorten their
-    history by these words, and the field with the prompt. The sentence may name `{tokens}` of the prompt, of
-    the context `{window}`, the `{most}` that a prompt may have, and the field as `{param}`."""
+    """The provider's sentence for a prompt that leaves no room for an answer, and the field with the prompt.
+    Agents recognise the sentence, and shorten their history. It may name the prompt's number of `{tokens}`,
+    the size of the context `{window}`, the `{most}` tokens that a prompt may have, and the field as
+    `{param}`."""
 
     def read(self, body: Body, path: str) -> Body:
-        """The body as the other methods take it: with model and stream, which the path may tell, and with
-        the field names of `UNDONE`. Raises ApiError."""
+        """The body in the form that the other methods expect: with model and stream, which the path may
+        contain, and with the field names of `UNDONE`. Raises ApiError."""
         ...
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:

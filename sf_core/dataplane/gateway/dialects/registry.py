@@ -1,4 +1,4 @@
-"""The dialects, and what follows from their paths: which requests are agents', and in which dialect."""
+"""The dialects, and the paths of agents' requests in each of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.responses import Responses
 
 DIALECTS: tuple[Dialect, ...] = (Chat(), Completions(), Responses(), Anthropic(), Google())
-"""The first one lists models and words errors where nothing says which dialect the client speaks."""
+"""The first dialect lists models and words errors if nothing tells the dialect of the client."""
 
 APIS = tuple(dict.fromkeys(f"/{path.split('/')[1]}/" for dialect in DIALECTS for path in dialect.paths))
-"""How the paths of the agents' APIs begin: with a version."""
+"""Beginnings of the paths of the agents' APIs: a version."""
 
 SESSIONS = "/sessions"
 SESSION = SESSIONS + "/{session_id}"
@@ -37,43 +37,43 @@ def is_for_clients(path: str) -> bool:
 
 def named_in_path(path: str) -> str | None:
     """Id of the session that the path names; None if it names none."""
-    named = _SESSION_PATH.match(path)
-    return named[1] if named else None
+    match = _SESSION_PATH.match(path)
+    return match[1] if match else None
 
 
 _GROUPS_PATH = compile_path(GROUPS)[0]
 _SESSION_PATH = re.compile(f"{SESSIONS}/([^/]+)")
-_ANSWERING = [(compile_path(path)[0], dialect) for dialect in DIALECTS for path in dialect.paths]
-_COUNTING = [
+_TURN_ROUTES = [(compile_path(path)[0], dialect) for dialect in DIALECTS for path in dialect.paths]
+_COUNT_ROUTES = [
     (compile_path(path)[0], dialect) for dialect in DIALECTS if dialect.count for path in dialect.count.paths
 ]
 
 
 def find_dialect(path: str) -> Dialect | None:
     """The dialect that answers this path with turns."""
-    below = _below(path)
-    return next((dialect for pattern, dialect in _ANSWERING if pattern.match(below)), None)
+    below = _path_in_api(path)
+    return next((dialect for pattern, dialect in _TURN_ROUTES if pattern.match(below)), None)
 
 
 def dialect_of(scope: Scope) -> Dialect:
-    """The dialect whose lists and errors the client understands: that of the path, else that of its headers,
-    else the first of the API."""
-    below = _below(scope["path"])
-    for pattern, dialect in [*_ANSWERING, *_COUNTING]:
+    """The dialect whose lists and errors the client understands: the dialect of the path, else of the
+    headers, else the first of the API."""
+    below = _path_in_api(scope["path"])
+    for pattern, dialect in [*_TURN_ROUTES, *_COUNT_ROUTES]:
         if pattern.match(below):
             return dialect
     headers = {name for name, _ in scope["headers"]}
     for dialect in DIALECTS:
         if dialect.header in headers:
             return dialect
-    apis = tuple(api for api in APIS if below.startswith(api))
+    api = tuple(version for version in APIS if below.startswith(version))
     for dialect in DIALECTS:
-        if any(path.startswith(apis) for path in dialect.paths):
+        if any(path.startswith(api) for path in dialect.paths):
             return dialect
     return DIALECTS[0]
 
 
-def _below(path: str) -> str:
+def _path_in_api(path: str) -> str:
     """The path in the agents' API; empty for other paths."""
-    asked = AGENTS_PATH.fullmatch(path)
-    return asked["below"] if asked else ""
+    match = AGENTS_PATH.fullmatch(path)
+    return match["below"] if match else ""

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from sf_core.dataplane.chat.contents import LeftOut, join_texts, read_content, read_result
-from sf_core.dataplane.chat.json_text import kind_of
+from sf_core.dataplane.chat.json_text import json_type_name
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
@@ -19,14 +19,14 @@ from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     answer_schema,
     check_conversation,
-    check_number,
+    check_count,
     check_size,
     function_tool,
-    get,
+    get_field,
     parse_arguments,
-    positive,
+    positive_int,
     read_sampling,
-    refuse,
+    refuse_unless,
     template_options,
 )
 from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, OpenAI, read_choice
@@ -36,53 +36,54 @@ from sf_core.dataplane.turns.request import TurnRequest
 
 LOGPROBS = "message.output_text.logprobs"
 
-_INSTRUCTED = "~i"
+_WITH_INSTRUCTIONS = "~i"
 """Suffix of the id of a response whose first message is its instructions, which do not carry over."""
 _NOT_STORED = "~n"
 """Suffix of the id of a response that no later request may name."""
 
-_MORE = "more"
-"""Where texts of an answer are kept that come behind its calls, until all are known."""
+_LATER_TEXTS = "more"
+"""Temporary key of a message for the texts of an answer that come after its calls."""
 
 _ITEM_ID = re.compile(r"(?P<kind>rs|msg|fc)_(?P<turn>.+)\.\d+")
 """Id of an item of a response (responses_reply.py)."""
 
 MAX_ECHOED_BYTES = 2**18
-"""Most bytes of a field that the response repeats, as JSON; a stream repeats it three times."""
+"""Most bytes, as JSON, of a field that the response repeats. A stream repeats it three times."""
 
 MAX_ECHOED = {"instructions": 2**20, "tools": MAX_TOOLS_BYTES}
-"""The same of those that may be long."""
+"""The same limit for fields that may be long."""
 
 MAX_REFERENCES = 1024
-"""Most references of a request to items of earlier responses: a few bytes each, they may mean megabytes."""
+"""Most references of a request to items of earlier responses: each has a few bytes, but may stand for
+megabytes."""
 
 MAX_RECALLED = 8 * 2**20
-"""Most characters of the text of a conversation that the request refers to."""
+"""Most characters of a conversation whose text the request refers to."""
 
 LEFT_OUT = ("web_search", "web_search_preview", "namespace", "tool_search", "image_generation")
-"""Types of tools that clients send whether they are wanted or not, and that a provider would run itself: the
-model is not told of them, and they are counted."""
+"""Types of tools that clients always send, and that a provider would run itself: the model is not shown them,
+and they are counted."""
 
 
 class Responses(OpenAI):
     name = "responses"
     paths: tuple[str, ...] = ("/v1/responses",)
     schema_fields = frozenset({"text.format"})
-    # LiteLLM knows only the words of Chat
+    # LiteLLM recognises only the sentence of Chat Completions
     overflow = f"Your input exceeds the context window of this model. {OVERFLOW}", "input"
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        refuse(body, "prompt", "stored prompts are not supported; use instructions")
-        get(body, "text", (dict,), {})
-        given = get(body, "tools", (list,), [])
-        check_number(given, "tools", MAX_TOOLS, "tools")
+        refuse_unless(body, "prompt", "stored prompts are not supported; use instructions")
+        get_field(body, "text", (dict,), {})
+        sent_tools = get_field(body, "tools", (list,), [])
+        check_count(sent_tools, "tools", MAX_TOOLS, "tools")
         for name in ECHOED:
             check_size(body.get(name), name, MAX_ECHOED.get(name, MAX_ECHOED_BYTES))
-        left_out = LeftOut(sees, [tool["type"] for tool in given if _is_left_out(tool)])
-        chosen = body.get("tool_choice")
-        named = chosen.get("name") if isinstance(chosen, dict) else None
-        choice, tools = read_choice(body, _parse_tools(given), named)
-        instructions = get(body, "instructions", (str,), "")
+        left_out = LeftOut(sees, [tool["type"] for tool in sent_tools if _is_left_out(tool)])
+        choice = body.get("tool_choice")
+        function_name = choice.get("name") if isinstance(choice, dict) else None
+        tool_choice, tools = read_choice(body, _parse_tools(sent_tools), function_name)
+        instructions = get_field(body, "instructions", (str,), "")
         messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
         messages += _previous_messages(body, session)
         messages += _parse_input(body.get("input"), session, left_out)
@@ -91,13 +92,15 @@ class Responses(OpenAI):
             TurnRequest(
                 messages=check_conversation(messages, "input"),
                 tools=tools,
-                template_options=template_options(body, get(body, "reasoning", (dict,), {}).get("effort")),
-                tool_choice=choice,
+                template_options=template_options(
+                    body, get_field(body, "reasoning", (dict,), {}).get("effort")
+                ),
+                tool_choice=tool_choice,
                 schema=answer_schema(body, "text.format"),
-                max_tokens=positive(body, "max_output_tokens"),
+                max_tokens=positive_int(body, "max_output_tokens"),
                 sampling=read_sampling(body),
-                stream=get(body, "stream", (bool,), False),
-                logprobs=LOGPROBS in get(body, "include", (list,), []),
+                stream=get_field(body, "stream", (bool,), False),
+                logprobs=LOGPROBS in get_field(body, "include", (list,), []),
                 left_out=left_out,
             )
         ]
@@ -107,17 +110,18 @@ class Responses(OpenAI):
 
 
 def _response_id(turn_id: str, body: Body) -> str:
-    """The id of a response; it says how to go on from the turn, so that nothing else need be stored."""
+    """The id of a response. Its suffix tells how a later request continues from the turn, so that nothing
+    else must be stored."""
     if body.get("store") is False:
         return f"resp_{turn_id}{_NOT_STORED}"
-    return f"resp_{turn_id}{_INSTRUCTED if body.get('instructions') else ''}"
+    return f"resp_{turn_id}{_WITH_INSTRUCTIONS if body.get('instructions') else ''}"
 
 
 def _previous_messages(body: Body, session: Session) -> list[Message]:
-    response_id = get(body, "previous_response_id", (str,), None)
+    response_id = get_field(body, "previous_response_id", (str,), None)
     if response_id is None:
         return []
-    turn = session.find_turn(response_id.removeprefix("resp_").removesuffix(_INSTRUCTED))
+    turn = session.find_turn(response_id.removeprefix("resp_").removesuffix(_WITH_INSTRUCTIONS))
     if turn is None:
         raise ApiError(
             404,
@@ -128,7 +132,7 @@ def _previous_messages(body: Body, session: Session) -> list[Message]:
         )
     turns = list(turn.conversation())[::-1]
     messages = [message for turn in turns for message in (*turn.prompt.messages, turn.message)]
-    return messages[response_id.endswith(_INSTRUCTED) :]
+    return messages[1:] if response_id.endswith(_WITH_INSTRUCTIONS) else messages
 
 
 def _parse_tools(tools: list[Any]) -> list[Tool]:
@@ -138,7 +142,7 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
         if _is_left_out(tool):
             continue
         if not isinstance(tool, dict) or tool.get("type") != "function":
-            kind = tool.get("type") if isinstance(tool, dict) else kind_of(tool)
+            kind = tool.get("type") if isinstance(tool, dict) else json_type_name(tool)
             raise WrongField(where, f"{where}: only functions are supported, not {kind}")
         if not isinstance(tool.get("name"), str):
             raise WrongField(where, f"{where} must have a name")
@@ -154,21 +158,23 @@ def _parse_input(items: Any, session: Session, left_out: LeftOut) -> list[Messag
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise WrongField("input", f"input must be a string or a list of items, got {kind_of(items)}")
+        raise WrongField("input", f"input must be a string or a list of items, got {json_type_name(items)}")
     messages: list[Message] = []
-    references = [item for item in items if isinstance(item, dict) and item.get("type") == "item_reference"]
-    check_number(references, "input", MAX_REFERENCES, "item references")
-    known: set[str] = set()
+    item_references = [
+        item for item in items if isinstance(item, dict) and item.get("type") == "item_reference"
+    ]
+    check_count(item_references, "input", MAX_REFERENCES, "item references")
+    call_ids: set[str] = set()
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if not isinstance(item, dict):
-            raise WrongField(where, f"{where} must be an object, got {kind_of(item)}")
+            raise WrongField(where, f"{where} must be an object, got {json_type_name(item)}")
         if item.get("type") == "item_reference":
-            _recall(messages, known, item.get("id"), session, where)
+            _recall(messages, call_ids, item.get("id"), session, where)
         elif item.get("type") == "additional_tools":
             left_out.kinds.append("additional_tools")
         else:
-            _add_item(messages, known, item, where, left_out)
+            _add_item(messages, call_ids, item, where, left_out)
     for message in messages:
         _join_texts(message)
     return messages
@@ -185,33 +191,34 @@ def _check_text(messages: list[Message]) -> None:
         raise WrongField("input", f"{rule}, got {num_characters}: refer to each item once")
 
 
-def _recall(messages: list[Message], known: set[str], item_id: Any, session: Session, where: str) -> None:
-    """Add an item of an earlier response, which is named by its id. The references to the calls of an answer
-    stand in the order of the calls, and the first to one of its texts means all of them. `known`: ids of the
+def _recall(messages: list[Message], call_ids: set[str], item_id: Any, session: Session, where: str) -> None:
+    """Add an item of an earlier response, by its id. References to the calls of an answer come in the order
+    of the calls. The first reference to a text of an answer stands for all its texts. `call_ids`: ids of the
     calls so far."""
-    named = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
-    turn = session.find_turn(named["turn"]) if named else None
-    if named is None or turn is None:
+    match = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    turn = session.find_turn(match["turn"]) if match else None
+    if match is None or turn is None:
         raise ApiError(
             404, f"{where}: item {item_id!r} is unknown in this session.", code="item_not_found", param=where
         )
-    if named["kind"] == "msg":
+    if match["kind"] == "msg":
         answer = {"role": "assistant", "content": turn.message["content"]}
         last = messages[-1] if messages else {}
         _join_texts(last)
         if last.get("role") != "assistant" or not join_texts(last["content"]).endswith(answer["content"]):
             _add_message(messages, answer, where, LeftOut())
-    elif named["kind"] == "rs":
+    elif match["kind"] == "rs":
         _add_reasoning(messages, turn.message.get("reasoning_content", ""))
-    elif named["kind"] == "fc":
-        call = next((one for one in turn.message.get("tool_calls", ()) if one["id"] not in known), None)
+    elif match["kind"] == "fc":
+        calls = turn.message.get("tool_calls", ())
+        call = next((call for call in calls if call["id"] not in call_ids), None)
         if call is not None:
-            known.add(call["id"])
+            call_ids.add(call["id"])
             _open_answer(messages).setdefault("tool_calls", []).append(call)
 
 
 def _add_item(
-    messages: list[Message], known: set[str], item: dict[str, Any], where: str, left_out: LeftOut
+    messages: list[Message], call_ids: set[str], item: dict[str, Any], where: str, left_out: LeftOut
 ) -> None:
     match item.get("type", "message"):
         case "reasoning":
@@ -222,10 +229,10 @@ def _add_item(
             if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
                 raise WrongField(where, f"{where} must have a name and a call_id")
             arguments = parse_arguments(item.get("arguments"), left_out)
-            # in vLLM's order, which is another one in Chat (chat/messages.py)
+            # in vLLM's order, which differs from the order in Chat Completions (chat/messages.py)
             function = {"name": item["name"], "arguments": arguments}
             call = {"id": item["call_id"], "function": function, "type": "function"}
-            known.add(call["id"])
+            call_ids.add(call["id"])
             _open_answer(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
             content = read_result(item.get("output"), f"{where}.output", left_out)
@@ -245,7 +252,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str, left
         last["content"] = content
     elif is_answer and last.get("tool_calls"):
         # text after an unanswered call belongs to the same answer
-        last.setdefault(_MORE, []).append(join_texts(content))
+        last.setdefault(_LATER_TEXTS, []).append(join_texts(content))
     else:
         message: Message = {"role": role, "content": content}
         if isinstance(item.get("name"), str):
@@ -254,14 +261,15 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str, left
 
 
 def _join_texts(message: Message) -> None:
-    """Join the texts that were added to an answer: one by one, many of them would be copied all the time."""
-    if more := message.pop(_MORE, None):
-        message["content"] = "".join([join_texts(message["content"]), *more])
+    """Join the texts that were added to an answer. Joined one by one, many texts would be copied many
+    times."""
+    if later_texts := message.pop(_LATER_TEXTS, None):
+        message["content"] = "".join([join_texts(message["content"]), *later_texts])
 
 
 def _read_reasoning(item: dict[str, Any], where: str) -> str:
-    """The text of a reasoning item: its content, or its summary. vLLM takes the first part."""
-    parts = get(item, "content", (list,), []) or get(item, "summary", (list,), [])
+    """The text of a reasoning item: of its content, or of its summary. As in vLLM, the first part counts."""
+    parts = get_field(item, "content", (list,), []) or get_field(item, "summary", (list,), [])
     text = parts[0].get("text") if parts and isinstance(parts[0], dict) else ""
     if not isinstance(text, str):
         raise WrongField(where, f"{where} has a part without text")
@@ -269,7 +277,7 @@ def _read_reasoning(item: dict[str, Any], where: str) -> str:
 
 
 def _add_reasoning(messages: list[Message], text: str) -> None:
-    """Add to the answer what it was reasoned with. Another answer's reasoning begins an answer."""
+    """Add reasoning to the last answer, or begin an answer with it if the last one has some."""
     if messages and "reasoning_content" in messages[-1]:
         messages.append({"role": "assistant", "content": ""})
     _open_answer(messages)["reasoning_content"] = text

@@ -33,13 +33,13 @@ ECHOED: dict[str, Any] = {
 
 
 CODES = {429: "rate_limit_exceeded", 503: "server_is_overloaded"}
-"""Codes of failed responses after which clients ask again, by status."""
+"""Codes of failed responses after which clients retry, by status."""
 
 
 class ResponsesReply:
     def __init__(self, turn_id: str, body: Body, response_id: str) -> None:
         self._turn_id = turn_id
-        given = {name: body[name] for name in ECHOED if body.get(name) is not None}
+        echoed = {name: body[name] for name in ECHOED if body.get(name) is not None}
         self._head = {
             "id": response_id,
             "object": "response",
@@ -48,21 +48,22 @@ class ResponsesReply:
             "error": None,
             "incomplete_details": None,
             **ECHOED,
-            **given,
+            **echoed,
         }
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
-        self._open: str | None = None
+        self._open_type: str | None = None
         """Type of the last item while it is being sent."""
         self._logprobs: list[dict[str, Any]] = []
-        """Log-probs of tokens since the last text sent: one may end inside a character, or begin a call."""
+        """Log-probs of tokens since the last text was sent: a token may end inside a character, or begin a
+        call."""
 
     def whole(self, answers: list[Answer]) -> bytes:
         [answer] = answers
         status = "completed" if answer.calls else _status(answer)
         if answer.reasoning:
-            ended = "completed" if answer.content else status
-            self._items.append(self._text_item("reasoning", answer.reasoning, ended))
+            reasoning_status = "completed" if answer.content else status
+            self._items.append(self._text_item("reasoning", answer.reasoning, reasoning_status))
         if answer.content or not answer.calls:
             self._items.append(self._text_item("message", answer.content, status, answer.logprobs))
         for call in answer.calls:
@@ -92,7 +93,7 @@ class ResponsesReply:
         status = _status(answer)
         data = self._end_item(status)
         if not answer.content and not answer.calls:
-            # an answer without text needs an item too: the client sends it back
+            # an answer without text needs an item too, because the client sends items back
             data += self._begin_item("message") + self._end_item(status)
         texts = [item["content"][0] for item in self._items if item["type"] == "message"]
         if texts:
@@ -105,16 +106,16 @@ class ResponsesReply:
         return self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: ApiError, request_id: str) -> bytes:
-        # the openai package raises at the first, Codex reads nothing but the second
-        told = self._event(
+        # the openai package raises at the event `error`; Codex reads only `response.failed`
+        error_event = self._event(
             "error", code=error.code, message=error.message, param=error.param, error=error.body()["error"]
         )
         code = error.code or "server_error"
         if error.retry_after_s is not None:
             code = CODES.get(error.status, code)
         cause = {"code": code, "message": error.message}
-        ended = {"status": "failed", "error": cause, "output": self._items, "usage": None}
-        return told + self._event("response.failed", response=self._head | ended)
+        failed = {"status": "failed", "error": cause, "output": self._items, "usage": None}
+        return error_event + self._event("response.failed", response=self._head | failed)
 
     def _make_response(self, answer: Answer) -> dict[str, Any]:
         sampled = answer.num_sampled_tokens
@@ -168,19 +169,19 @@ class ResponsesReply:
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **fields)
 
     def _show_item(self, stage: str, item: dict[str, Any]) -> bytes:
-        """The last item is added or done."""
+        """The event that the last item is added or done."""
         return self._event(f"response.output_item.{stage}", output_index=len(self._items) - 1, item=item)
 
     def _begin_item(self, kind: str) -> bytes:
-        if self._open == kind:
+        if self._open_type == kind:
             return b""
-        ended = self._end_item()
-        self._open = kind
+        end_of_previous = self._end_item()
+        self._open_type = kind
         item = self._text_item(kind, "", "in_progress")
         self._items.append(item)
         added = self._show_item("added", item | {"content": []})
         part = self._item_event("response.content_part.added", content_index=0, part=_part(kind, ""))
-        return ended + added + part
+        return end_of_previous + added + part
 
     def _send_text(self, kind: str, text: str, **fields: Any) -> bytes:
         part = self._items[-1]["content"][0]
@@ -194,11 +195,11 @@ class ResponsesReply:
         return logprobs
 
     def _end_item(self, status: str = "completed") -> bytes:
-        if self._open is None:
+        if self._open_type is None:
             return b""
         item = self._items[-1]
-        kind = self._open
-        self._open = None
+        kind = self._open_type
+        self._open_type = None
         item["status"] = status
         part = item["content"][0]
         logprobs = {}
@@ -221,7 +222,7 @@ class ResponsesReply:
 
 
 def _status(answer: Answer) -> str:
-    """That of the response, and of the item at its end unless it is a call, which is always whole."""
+    """Status of the response, and of its last item. Calls are always completed."""
     return "incomplete" if answer.finish_reason == "length" else "completed"
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from sf_core.dataplane.chat.renderer import LONG, Renderer
+from sf_core.dataplane.chat.renderer import LONG_CHARACTERS, Renderer
 from sf_core.dataplane.chat.token_bound import TokenBound
 from tests.bench import dataplane
 from tests.bench.dataplane.prompts import folders
@@ -69,7 +69,7 @@ def test_tokens_that_drop_text_have_no_bound() -> None:
 
 @given(text=TEXTS)
 def test_long_texts_have_the_ids_that_the_tokenizer_gives(tokenizers: list[Tokenizer], text: str) -> None:
-    long = text * (LONG // (len(text) or 1) + 1)
+    long = text * (LONG_CHARACTERS // (len(text) or 1) + 1)
     for tokenizer in tokenizers:
         [fast] = tokenizer.encode_batch_fast([long], add_special_tokens=False)
         assert fast.ids == tokenizer.encode(long, add_special_tokens=False).ids

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.messages import chain_keys
-from sf_core.dataplane.sessions.identity import NUM_KEPT, Conversations
+from sf_core.dataplane.sessions.identity import MAX_CONVERSATIONS, Conversations
 from tests.bench.dataplane.conversations import FIND, user
 
 
@@ -20,11 +20,11 @@ def test_keys_are_those_of_the_whole_request_whatever_was_asked_before(
         before = asked[shared % len(asked)]
         messages = [*before[: 1 + shared % len(before)], *map(user, texts)]
         asked.append(messages)
-        assert conversations.recall([FIND], deepcopy(messages)).keys == chain_keys([FIND], messages)
+        assert conversations.find_or_create([FIND], deepcopy(messages)).keys == chain_keys([FIND], messages)
 
 
 def test_only_the_latest_conversations_are_kept() -> None:
     conversations = Conversations()
-    for i in range(3 * NUM_KEPT):
-        conversations.recall([], [user(str(i))])
-    assert len(conversations._recent) == NUM_KEPT
+    for i in range(3 * MAX_CONVERSATIONS):
+        conversations.find_or_create([], [user(str(i))])
+    assert len(conversations._recent) == MAX_CONVERSATIONS

@@ -363,7 +363,7 @@ def test_turns_whose_answer_nobody_got_are_not_trained(renderer: Renderer) -> No
     messages = [conversations.user("a"), first.message, conversations.user("b")]
     unanswered = conversations.sample(session, renderer, messages, planes.say(renderer, "two"))
     key = TurnKey("s", unanswered.prompt.index, unanswered.sample)
-    session.recorded.append(RecordedTurn(key, b"", unanswered.prompt, turn=unanswered, unanswered=True))
+    session.recorded.append(RecordedTurn(key, b"", unanswered.prompt, turn=unanswered, undelivered=True))
     cut = conversations.generation_of(unanswered.prompt)
     cut.absorb(Chunk("r", [7, 8], [-1.0, -1.0], 0, FinishReason.ABORT), "engine")
     session.abandon(cut, unanswered.prompt, 1, assistant_message("", [], "t"))

@@ -90,7 +90,7 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
     """The answer of a turn whose engine samples these chunks."""
     session = Session("s")
     request = TurnRequest(text_or_ids="the", stop=stop, logprobs=True)
-    [subscriber] = await open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
+    [subscriber] = await open_turns(run.turns, session, [request], RequestIdentity.from_request([], b""))
 
     async def read() -> None:
         async for _ in subscriber.pieces():

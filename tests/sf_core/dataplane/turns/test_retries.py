@@ -254,7 +254,7 @@ class Asked:
         return engine
 
     async def ask(self, request: TurnRequest, content: bytes = b"") -> Answer:
-        identity = RequestIdentity.of([], content)
+        identity = RequestIdentity.from_request([], content)
         [subscriber] = await open_turns(self.run.turns, self.session, [request], identity)
         try:
             async for _ in subscriber.pieces():

@@ -160,7 +160,7 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
     assert dialect is not None
     body = {"model": "policy", "stream": True, **BODIES[path], **more}
     [request] = dialect.parse(body, session)
-    [subscriber] = await open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
+    [subscriber] = await open_turns(run.turns, session, [request], RequestIdentity.from_request([], b""))
     reply = dialect.reply(body, subscriber.turn.turn_id, session)
     sent = [reply.start(subscriber.turn.num_prompt_tokens)]
 
