@@ -34,7 +34,7 @@ _quick = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="pic
 _slow = ThreadPoolExecutor(2, thread_name_prefix="slow-pictures")
 """Few, because a picture may take 1 GiB while it is decoded. Each thread has a process that decodes."""
 
-_TO_STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")
+_FROM_URL_ALPHABET = bytes.maketrans(b"-_", b"+/")
 """google-genai sends base64 with the letters of URLs."""
 
 _Source = tuple[bytes, Sight]
@@ -58,9 +58,9 @@ class Media:
         """Give the parts that show these pictures their facts; the pictures are stored then. Raises ApiError
         400 for one that cannot be shown, and 503 if one cannot be stored."""
         digests = await asyncio.to_thread(_digest, sent)
-        # one after the other: a request occupies one slot of the lanes at a time
+        # one after the other: a request occupies one thread of the lanes at a time
         for picture, digest in zip(sent, digests, strict=True):
-            picture.part.update(await self._wait(picture.where, self._find_or_make(picture, (digest, sight))
+            making = self._find_or_make(picture, (digest, sight))
             picture.part.update(await self._await_facts(picture.where, making))
 
     def _find_or_make(self, sent: SentPicture, source: _Source) -> asyncio.Future[Part | _Unusable]:
@@ -119,7 +119,7 @@ async def _make_in_lane(data: str, sight: Sight, folder: str) -> Part | _Unusabl
 def _decode_and_store(data: str, sight: Sight, folder: str, cpu_s: float) -> Part | _Unusable:
     """The facts of a picture, which is stored. Raises SlowPictureError, DecoderError and OSError."""
     try:
-        fitted = fit_apart(a2b_base64(data.encode().translate(_TO_STANDARD_BASE64)), sight, cpu_s)
+        fitted = fit_apart(a2b_base64(data.encode().translate(_FROM_URL_ALPHABET)), sight, cpu_s)
     except Base64Error:
         return _Unusable("its base64 is broken")
     except ValueError as error:
