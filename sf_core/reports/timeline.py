@@ -1,7 +1,8 @@
 """What the devices of a run did, from the spans of its timeline.
 
 The figures of each iteration are recorded as metrics, because they take all spans of its time. timeline.png
-shows the last iterations. timeline.json shows the whole run in Perfetto (ui.perfetto.dev) or chrome://tracing.
+shows the last iterations. timeline.json shows the whole run in Perfetto (ui.perfetto.dev) or
+chrome://tracing.
 
 The format of timeline.json: "Trace Event Format", Google, 2016 (complete events `X`, metadata events `M`). A
 process is a worker, or the run itself; its threads are tracks. Times are microseconds since the run's first

@@ -3,7 +3,8 @@
 | who | may |
 |---|---|
 | the operator: shows the data plane's key | use every route |
-| a client: shows the key of the run; where the data plane has the account's key, also nobody's key | open sessions and groups of the run, work with these, and take turns outside of sessions |
+| a client: shows the key of the run; where the data plane has the account's key, also nobody's key | open
+sessions and groups of the run, work with these, and take turns outside of sessions |
 | an agent: shows the key of a session | ask for turns, token counts and models in that session |
 
 A key is given as bearer token, in `x-api-key` or `x-goog-api-key`, and to the agents' APIs also as `key` in

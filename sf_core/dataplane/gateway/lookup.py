@@ -38,7 +38,8 @@ class Lookup(Generic[Host]):
 
     def find_session(self, scope: Scope, model: str) -> tuple[LiveTurns, Session]:
         """The session of a request. Without a session id it is a new external one, for this request alone, of
-        the newest run that serves this model. Raises ApiError, 503 if all runs that serve the model have ended."""
+        the newest run that serves this model. Raises ApiError, 503 if all runs that serve the model have
+        ended."""
         caller: Caller = scope["caller"]
         if caller.named_session is None:
             usable = self._usable_runs(caller)
