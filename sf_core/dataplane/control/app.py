@@ -17,7 +17,7 @@ from sf_core.dataplane.control.control_route import ControlRoute
 from sf_core.dataplane.control.engine_socket import serve_connection
 from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.control.plane import DataPlane
-from sf_core.dataplane.control.routes import CONTROL_ROUTES
+from sf_core.dataplane.control.routes import router
 from sf_core.dataplane.gateway.agent_routes import REFUSALS, agent_routes
 from sf_core.dataplane.gateway.keys import KeyCheck, Keys
 from sf_core.dataplane.gateway.metrics import Metrics
@@ -55,8 +55,8 @@ def make_app(
     app = Starlette(
         routes=[
             *agent_routes(plane.sessions),
-            *CONTROL_ROUTES,
-            ControlRoute("GET", "/metrics", "Figures for Prometheus.", figures, answers="text/plain"),
+            *router.routes,
+            ControlRoute("GET", "/metrics", "Figures for Prometheus.", figures, media_type="text/plain"),
             WebSocketRoute("/engines", engines),
         ],
         middleware=[

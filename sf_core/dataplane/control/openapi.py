@@ -76,19 +76,19 @@ def _describe(route: ControlRoute, components: dict[str, Schema]) -> Schema:
     ]
     statuses = {400, 401, 403, 405, *route.refusals}
     statuses |= {404} if parameters else set()
-    statuses |= {413} if "body" in route.takes else set()
+    statuses |= {413} if "body" in route.parameters else set()
     statuses |= {409, 503} if route.recorded or route.confirmed else set()
-    answer: Schema = {route.answers: {"schema": {"type": "object"}} if route.answers == JSON else {}}
+    answer: Schema = {route.media_type: {"schema": {"type": "object"}} if route.media_type == JSON else {}}
     described: Schema = {
         "summary": route.summary,
-        "parameters": parameters + [_WAIT_S] * ("wait_s" in route.takes),
+        "parameters": parameters + [_WAIT_S] * ("wait_s" in route.parameters),
         "responses": {"200": {"description": "Done.", "content": answer}}
         | {str(code): _refusal(code) for code in sorted(statuses)},
     }
     if is_for_clients(route.path):
         described["security"] = [{}, *_accept(_KEYS)]
-    if "body" in route.takes:
-        content = {JSON: {"schema": _body(route.takes["body"], components)}}
+    if "body" in route.parameters:
+        content = {JSON: {"schema": _body(route.parameters["body"], components)}}
         described["requestBody"] = {"required": True, "content": content}
     return described
 

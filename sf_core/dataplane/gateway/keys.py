@@ -10,7 +10,7 @@ sessions and groups of the run, work with these, and take turns outside of sessi
 A key is given as bearer token, in `x-api-key` or `x-goog-api-key`, and to the agents' APIs also as `key` in
 the query. What follows its last colon, if anything, is a session id: `KEY:SESSION`, or `session:SESSION`
 where no key is asked for.
-"""  # noqa: E501 a table
+"""
 
 from __future__ import annotations
 
