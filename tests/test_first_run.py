@@ -15,7 +15,6 @@ from sf_core.import_path import python_module
 from tests import bench
 from tests.bench import waits
 from tests.bench.stacks import invariants
-from tests.snapshot import files, stored_run
 
 RUN = {
     "run_id": "first",
@@ -59,4 +58,4 @@ def test_a_run_of_two_iterations_trains_although_its_data_plane_is_killed(tmp_pa
     assert output.startswith(f"note: this folder has a copy of SeamlessFlow, but {bench.ROOT} runs\n")
     invariants.check_result(config)
     assert len(set(invariants.weights(config))) == 2
-    files.check("run", stored_run.describe(config, file, env))
+    bench.snapshot.files.check("run", bench.snapshot.stored_run.describe(config, file, env))

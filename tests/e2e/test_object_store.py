@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.cli.command_lock import hold
+from sf_core.cli.command_lock import lock_run
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.policy_server import check_printed_use
@@ -34,7 +34,7 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     )
     of_same_name = tmp_path / "runs" / "small"
     of_same_name.mkdir(parents=True)
-    with hold(RunDirectory(str(of_same_name))):
+    with lock_run(RunDirectory(str(of_same_name))):
         done = quickstart.sf(tmp_path, "train", quickstart.CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [file.name for file in of_same_name.iterdir()] == ["command.lock"]

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from tests.snapshot.files import FOLDER, WRITE
+from tests.bench.snapshot.files import FOLDER, WRITE
 
 TESTS = [str(FOLDER / "test_snapshot.py"), str(FOLDER.parent / "test_first_run.py")]
 

@@ -30,7 +30,7 @@ from sf_core.dataplane.sessions.turn_events import OfTurn
 from sf_core.engines.wire import Frame
 from sf_core.import_path import NAMES
 from storage.tables import batches, judgements, outcomes, schema, scores
-from tests.snapshot.shapes import field_lines, shape
+from tests.bench.snapshot.shapes import field_lines, shape
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = re.compile(r"SF_[A-Z][A-Z_]*[A-Z]")
@@ -38,7 +38,11 @@ SHOWN = (
     "README.md",
     "prefect.yaml",
     "configs/**/*.yaml",
-    "examples/**/*.*",
+    "examples/**/*.py",
+    "examples/**/*.md",
+    "examples/**/*.yaml",
+    "examples/**/*.sh",
+    "examples/**/*.ipynb",
     "docs/guides/**/*.md",
     "docs/recipes/**/*.md",
     "docs/reference/**/*.md",

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.snapshot import files, shapes, subjects
+from tests.bench.snapshot import files, shapes
+from tests.snapshot import subjects
 
 
 @pytest.mark.parametrize("subject", subjects.SUBJECTS, ids=lambda subject: subject.__name__)

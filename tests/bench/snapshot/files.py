@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[2] / "snapshot"
 WRITE = "SNAPSHOT_WRITE"
 """Environment variable: write the files of a test anew instead of comparing them."""
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from sf_core.config import RunConfig
 from sf_core.import_path import python_module
-from tests.snapshot.shapes import keys
+from tests.bench.snapshot.shapes import keys
 
 NUMBER = re.compile(r"\d+")
 BY_NAME = re.compile(
