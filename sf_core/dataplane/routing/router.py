@@ -139,17 +139,14 @@ class Router:
         """Refuse requests that waited too long, drop silent engines, rebalance; called once a second."""
         now = time.monotonic()
         limits = self.limits
-        waiting_too_long = [
-            generation for generation in self.waiting if now - generation.waiting_since > limits.patience_s
-        ]
-        for generation in waiting_too_long:
-            self._refuse(generation, self._explain_wait(generation))
+        for generation in list(self.waiting):
+            if now - generation.waiting_since > limits.patience_s:
+                self._refuse(generation, self._explain_wait(generation))
         for engine in self.engines:
             if engine.is_still and now - engine.heard_at > limits.patience_s:
                 for generation in list(engine.in_flight.values()):
                     self._refuse(generation, "the engine of this request is paused")
-        silent = [engine for engine in self.engines if engine.silent_for(now) > limits.engine_silence_s]
-        for engine in silent:
+        for engine in [e for e in self.engines if e.silent_for(now) > limits.engine_silence_s]:
             log.warning(
                 "engine %s has requests but sends nothing, so the data plane drops it", engine.engine_id
             )
@@ -270,12 +267,8 @@ class Router:
         if unproven and failure is not None and engine.leaving is None:
             suspect(unproven, engine.worker)
             self._refuse_poison(engine, unproven[0], f"{failure} while it worked on this request")
-        interrupted: list[Generation] = []
-        for request_id in list(engine.in_flight):
-            generation = engine.drop(request_id)
-            if generation is not None and generation.interrupt(engine.engine_id):
-                interrupted.append(generation)
-        self._requeue(interrupted)
+        lost = [engine.drop(request_id) for request_id in list(engine.in_flight)]
+        self._requeue([g for g in lost if g is not None and g.interrupt(engine.engine_id)])
         engine.gone.set()
         self._changed.notify()
 
