@@ -1,7 +1,7 @@
 """Curricula: which task the next group gets, and how many sessions. What `rollout.curriculum` names. Pure.
 
-Chance is drawn by (seed, group). The memory is the last outcomes of every task, in the order of their groups:
-told in whatever order, after a restart too, it is the same.
+Random numbers are drawn by (seed, group). The curriculum remembers the last outcomes of every task, ordered
+by group. So the order in which outcomes arrive changes nothing, also after a restart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ CANDIDATES = 64
 """Number of random tasks from which `order: draw` chooses."""
 
 FIRST_LOOK = 64
-"""Places of an order that are looked at together at first; then four times as many, and so on."""
+"""Number of positions of an order that are examined together at first. Each further step examines four times
+as many."""
 
 Chance = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[FiniteFloat, Field(gt=0)]
@@ -109,7 +110,7 @@ class PastGroup(NamedTuple):
 
 
 class Tasks:
-    """Picks tasks for the groups of one run, and remembers what came of them.
+    """Picks tasks for the groups of one run, and remembers the outcomes of these groups.
 
     Scores are remembered, not verdicts. Under other rules they are judged anew: after a change of
     `success.at_least` at once. After a change of `success.part` they are those of the former part, until 8
@@ -125,7 +126,7 @@ class Tasks:
         self.in_flight: Counter[TaskRef] = Counter()
         """Tasks of groups that have not ended."""
         self.num_repeated = 0
-        """Picks of a task that was in flight or not worth it, because there was no other."""
+        """Picks of a task that was in flight, or that had probability 0, because there was no other task."""
         self.rules: Curriculum | None = None
         self.success = Success()
         self.group_size = 1
@@ -180,8 +181,8 @@ class Tasks:
         self._update(task)
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
-        """Remember groups that have ended; told again, nothing changes. Without a curriculum only the places
-        in its order are."""
+        """Remember groups that have ended. A group that is observed twice changes nothing. Without a
+        curriculum only the positions in the order are remembered."""
         for outcome in outcomes:
             if outcome.pick is None:
                 continue
@@ -235,7 +236,7 @@ class Tasks:
 
 
 class _TaskPool:
-    """What is known of the pool of one source, as arrays, so that many tasks are weighed at once."""
+    """The state of each task in the pool of one source, as arrays, so that many tasks are weighed at once."""
 
     def __init__(self, rules: Curriculum, pool: int, success: Success, source: str) -> None:
         self.rules = rules
@@ -271,7 +272,7 @@ class _TaskPool:
 
     def _chance(self, known: Sequence[PastGroup]) -> float:
         rules = self.rules
-        # what ended with few of its sessions says little of the others
+        # a group that ended with few of its sessions says little about the task
         informative = [past.scores for past in known if 2 * len(past.scores) >= max(1, past.need)]
         shares = [_num_right(scores, self.success) / len(scores) for scores in informative]
         for matches, chance in (
@@ -290,8 +291,8 @@ class _TaskPool:
         return right, sum(len(past.scores) or past.need for past in known) - right
 
     def next_sampleable(self, random: np.random.Generator, seed: int, position: int) -> tuple[int, int, bool]:
-        """The next task that is free and worth it, the place after it, and True; else the next that is free,
-        or just the next, and False. No more than two epochs are looked at."""
+        """The next free task that its probability lets through, the position after it, and True. If there is
+        none within two epochs: the next free task, or else the next task, and False."""
         fallback = None
         for start, indices in self._ahead(seed, position):
             free = ~self.busy[indices]
