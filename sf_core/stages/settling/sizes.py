@@ -28,7 +28,6 @@ from sf_core.stages.settling.start_folder import (
     folder_to_start_from,
     name_built_in_shape,
 )
-from sf_core.stages.settling.stored_config import OF_AN_ADAPTER
 from sf_core.stages.settling.teacher import explain_teacher, frozen_bytes
 from sf_core.training.policy_folder import count_parameters, count_tower, read_model_config
 
@@ -361,7 +360,7 @@ def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str
         key: f"{value:g}: {reason}" if isinstance(value, float) else f"{value}: {reason}"
         for key, (value, reason) in derived.items()
         # those are in what is said of the adapter
-        if key not in of_all and key not in OF_AN_ADAPTER
+        if key not in of_all and not key.startswith("train.lora.")
     }
 
 
