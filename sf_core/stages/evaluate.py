@@ -18,8 +18,8 @@ from sf_core.reports.evaluations.judgements import judge_metrics
 from sf_core.reports.states import await_restarts, check_idle
 from sf_core.reports.view import RunView
 from sf_core.stages.commit import StageResult, commit, commits_once
+from sf_core.stages.preflight.stored_config import read_stored_config, resolve_for_evaluation
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.stored_config import read_stored_config, settle_to_measure
 from sf_core.training.registry import trainer_kind
 from sf_core.training.teacher_folder import check_version
 from storage.files import FileRef, copy_folder, list_files, remove
@@ -86,7 +86,7 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
     if config.run_id is None:
         raise ValueError("run_id: name the run to evaluate")
     run = RunDirectory(config.run_dir)
-    settled = settle_to_measure(config, tell)
+    resolved = resolve_for_evaluation(config, tell)
     version = RunView(run).progress().published
     measured = run.read_manifest(version, "evaluate")
     if measured is None:
@@ -95,21 +95,21 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
                 f"{run.run_id}: the run has no policy to evaluate yet; continue the run with `sf resume "
                 f"{run.uri}`"
             )
-        if trainer_kind(settled).computes_weights:
+        if trainer_kind(resolved).computes_weights:
             check_version(run, version)
         # an evaluation that began before may have died; this one continues it
         if not run.newest_attempt().evaluate_only:
             await_restarts([run], tell)
             check_idle(run)
     else:
-        wanted = settled.evaluate.num_tasks
+        wanted = resolved.evaluate.num_tasks
         num_tasks = measured.data.get("num_tasks", wanted)
         if wanted not in (num_tasks, read_stored_config(run.uri).evaluate.num_tasks):
             raise ValueError(
                 f"{run.run_id}: version {version} was already measured on {num_tasks} tasks, not {wanted}; "
                 "leave evaluate.num_tasks out to see the result"
             )
-    evaluation = Evaluation(settled, version, measured)
+    evaluation = Evaluation(resolved, version, measured)
     if measured is not None:
         tell(evaluation.describe())
     return evaluation

@@ -18,7 +18,7 @@ from sf_core.config.validation import is_derived, is_fixed, validate_config
 from sf_core.config.yaml_file import find_differences
 from sf_core.reports.view import RunView, open_run
 from sf_core.settings import Changeable, quote
-from sf_core.stages.settling.derived import derive, read_with_derived, values_of
+from sf_core.stages.preflight.resolve import read_with_derived, resolve, values_of
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def read_stored_config(uri: str) -> RunConfig:
     return config.model_copy(update={"run_id": directory.run_id, "storage": storage})
 
 
-def settle_config(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
+def resolve_config(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
     """The configuration to train with: `config`, with what follows from its settings, or that of the existing
     run that it names, with its changes. A run that begins anew is configured like one that is not there.
 
@@ -55,7 +55,7 @@ def settle_config(config: RunConfig, tell: Callable[[str], None] = log.warning) 
         tell(f"run {config.run_id} has no batch yet and starts over, with {', '.join(changed)}")
     elif RunDirectory(config.run_dir).exists():
         return _merge_with_stored(config, tell, _refuse_early_end)
-    return config.fill(values_of(derive(config)))
+    return config.fill(values_of(resolve(config)))
 
 
 def begins_anew(config: RunConfig) -> list[str]:
@@ -129,7 +129,7 @@ def _stays_derived(key: str, config: RunConfig) -> bool:
     return is_derived(key) and config.leaves_open(key)
 
 
-def settle_to_measure(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
+def resolve_for_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
     """The configuration to measure the stored run that `config` names.
 
     Raises ValueError if there is no such run, or `config` changes more than an evaluation may."""
