@@ -9,8 +9,8 @@ from prefect import flow
 
 from sf_core.scheduling.cluster import await_plan
 from sf_core.stages.evaluate import open_evaluation
+from sf_core.stages.preflight.first_tasks import check_held_out
 from sf_core.stages.run import OpenRun, begin_attempt, open_config
-from sf_core.stages.settling.first_tasks import check_held_out
 from tasks.cluster import TaggedTaskRunner, crash_without_scheduler, result_of, scheduler_address, submit
 from tasks.deployed import EvaluateForm
 from tasks.identity import run_name_with_flow

@@ -15,12 +15,12 @@ from sf_core.reports.export.trackers import Trackers
 from sf_core.reports.log_lines import tell
 from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
+from sf_core.stages.preflight.disk import check_disk
+from sf_core.stages.preflight.first_tasks import check_held_out, foresee
+from sf_core.stages.preflight.sizes import PolicySizes, check_memory, warn_of_rates
+from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config
-from sf_core.stages.settling.disk import check_disk
-from sf_core.stages.settling.first_tasks import check_held_out, foresee
-from sf_core.stages.settling.sizes import PolicySizes, check_memory, warn_of_rates
-from sf_core.stages.settling.start_folder import check_start
-from sf_core.stages.settling.stored_config import settle_config
 from tasks.cluster import (
     TaggedTaskRunner,
     crash_without_scheduler,
@@ -42,7 +42,7 @@ from tasks.stages import evaluate, filter_, finish, publish, rollout
 def train(config: TrainForm) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     with send_logs_at_end(), leave_to_successor():
-        config = settle_config(identify_run(config))
+        config = resolve_config(identify_run(config))
         check_held_out(config)
         check_start(config, by_a_worker=True)
         plan = await_plan(scheduler_address(), config)

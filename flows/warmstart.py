@@ -7,10 +7,10 @@ from prefect import flow
 from sf_core.config import RunConfig
 from sf_core.reports.log_lines import tell
 from sf_core.scheduling.cluster import await_plan
+from sf_core.stages.preflight.resolve import first_prompts
+from sf_core.stages.preflight.start_folder import check_start, start_fault, warms_model
+from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
-from sf_core.stages.settling.derived import first_prompts
-from sf_core.stages.settling.start_folder import check_start, start_fault, warms_model
-from sf_core.stages.settling.stored_config import settle_config
 from sf_core.stages.warmstart import begin_warmstart, iterations_left, remove_spare
 from tasks.cluster import (
     TaggedTaskRunner,
@@ -31,7 +31,7 @@ from tasks.stages import warmstart as warmstart_task
 def warmstart(config: WarmstartForm) -> str:
     """Make version 0 of the run's policy; returns its Hugging Face folder."""
     with send_logs_at_end(), leave_to_successor():
-        config = settle_config(identify_run(config))
+        config = resolve_config(identify_run(config))
         check_start(config, by_a_worker=True)
         trainers = await_plan(scheduler_address(), config).trainers if warms_model(config) else ()
         take_over()

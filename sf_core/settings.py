@@ -58,6 +58,20 @@ class Settings(BaseModel):
         return self.model_copy(update={name: getattr(self, name).put(rest, value) if rest else value})
 
 
+class Derived:
+    """Marks a setting that is derived where the run begins, if it is left open. A run that goes on keeps the
+    derived value."""
+
+
+class Fixed:
+    """Marks a setting that cannot change once its run has a batch, because the result would be another run.
+    In a section that is marked, all settings are fixed but those that are marked `Changeable`."""
+
+
+class Changeable:
+    """Marks a setting that may change although its section is fixed."""
+
+
 @dataclass(frozen=True, slots=True)
 class NameKind:
     """Adds `kind` to settings that have several kinds. A mapping without `kind` gets the default kind. A

@@ -24,10 +24,10 @@ from sf_core.scheduling.plan import (
     priority_of,
     trainer_order_key,
 )
-from sf_core.stages.settling.disk import describe_lack
-from sf_core.stages.settling.duration import Estimate
-from sf_core.stages.settling.first_tasks import foresee
-from sf_core.stages.settling.sizes import (
+from sf_core.stages.preflight.disk import describe_lack
+from sf_core.stages.preflight.duration import Estimate
+from sf_core.stages.preflight.first_tasks import foresee
+from sf_core.stages.preflight.sizes import (
     PolicySizes,
     bytes_of_two_workers,
     check_memory,
@@ -35,7 +35,7 @@ from sf_core.stages.settling.sizes import (
     explain_sizes,
     warn_of_rates,
 )
-from sf_core.stages.settling.start_folder import folder_to_start_from
+from sf_core.stages.preflight.start_folder import folder_to_start_from
 from sf_core.training.policy_folder import count_parameters, describe_policy, policy_folder
 from storage.tensors.weights import has_weights
 

@@ -38,12 +38,12 @@ from sf_core.reports.view import RunView
 from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
+from sf_core.stages.preflight.disk import check_disk
+from sf_core.stages.preflight.duration import Estimate
+from sf_core.stages.preflight.first_tasks import check_held_out
+from sf_core.stages.preflight.sizes import PolicySizes, bytes_of_two_workers, check_memory, explain_sizes
+from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import new_run_id
-from sf_core.stages.settling.disk import check_disk
-from sf_core.stages.settling.duration import Estimate
-from sf_core.stages.settling.first_tasks import check_held_out
-from sf_core.stages.settling.sizes import PolicySizes, bytes_of_two_workers, check_memory, explain_sizes
-from sf_core.stages.settling.stored_config import settle_config
 from sf_core.surroundings import (
     STACK_FOLDER,
     dataplane_url,
@@ -88,7 +88,7 @@ def launch(
             config = evaluation.config
         else:
             # first: the caller may ask for more iterations than are done
-            config = settle_config(config, report)
+            config = resolve_config(config, report)
             if is_finished(RunView(directory), config.train.iterations):
                 more = "to continue it, raise train.iterations; to start a new run, set another run_id"
                 report(f"run {name} is already finished; {more}")

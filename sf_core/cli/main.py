@@ -309,7 +309,7 @@ def plan(
     """Show the planned work of each worker, and the memory and disk that the run needs. Starts nothing."""
     from sf_core.cli.arguments.services import check_scheduler
     from sf_core.cli.explain import explain_plan
-    from sf_core.stages.settling.first_tasks import check_held_out
+    from sf_core.stages.preflight.first_tasks import check_held_out
 
     settings = _config(config, overrides)
     check_scheduler(settings, scheduler)
@@ -324,7 +324,7 @@ def _config(files: Sequence[Path], overrides: list[str] | None) -> RunConfig:
 
 
 def _read_stored(run: str, overrides: list[str] | None = None) -> RunConfig:
-    from sf_core.stages.settling.stored_config import read_stored_config
+    from sf_core.stages.preflight.stored_config import read_stored_config
 
     with report_bad_input():
         return _runnable(override_config(read_stored_config(run), overrides, run), run)

@@ -21,7 +21,7 @@ def check_runnable(config: RunConfig) -> None:
     )
     from sf_core.import_path import import_from
     from sf_core.scheduling.cluster import scheduler_of
-    from sf_core.stages.settling.start_folder import check_start
+    from sf_core.stages.preflight.start_folder import check_start
 
     import_from([os.getcwd()])
     for checked in (environment_of, tasks_of, reward_of, group_reward_of, prepare_of):

@@ -14,7 +14,7 @@ from sf_core.config.undone import Normalisation, UndoneField
 from sf_core.recipes.curriculum import Curriculum
 from sf_core.recipes.gates import All, AnyGate
 from sf_core.recipes.outcomes import Success
-from sf_core.settings import Reference, Settings
+from sf_core.settings import Changeable, Derived, Reference, Settings
 
 MAX_TOGETHER = 2**16
 """Maximum number of sessions per group, worker or claim, of groups per batch, and of tasks per evaluation.
@@ -56,7 +56,7 @@ JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 class JudgeConfig(Settings):
     """A model that reward functions ask. Give either `url` or `model`."""
 
-    url: Annotated[str, AfterValidator(check_server_url)] | None = None
+    url: Annotated[Annotated[str, AfterValidator(check_server_url)] | None, Changeable] = None
     """Address of a server with the OpenAI API, for example http://HOST:8000/v1. The environment variable
     SF_JUDGE_KEY_NAME contains the key of the server; NAME is the name of the judge in capitals. If this
     variable is not set, no key is sent."""
@@ -72,11 +72,11 @@ class JudgeConfig(Settings):
     max_tokens: int | None = Field(None, ge=1)
     """Maximum number of tokens in one reply of the judge, reasoning included. A reply that reaches this
     maximum is no verdict. Empty: the limit of the server, which in vLLM is the rest of the context."""
-    timeout_s: float = Field(120.0, gt=0)
+    timeout_s: Annotated[float, Changeable] = Field(120.0, gt=0)
     """Timeout of one call to the judge, in seconds. When it expires, the worker retries the call."""
-    concurrency: int = Field(16, ge=1, le=1024)
+    concurrency: Annotated[int, Changeable] = Field(16, ge=1, le=1024)
     """Maximum number of calls that one worker makes to the judge at a time."""
-    max_tokens_per_iteration: int | None = Field(None, ge=1)
+    max_tokens_per_iteration: Annotated[int | None, Changeable] = Field(None, ge=1)
     """Maximum number of tokens that all calls to the judge use between two batches, summed over questions and
     replies. A run that uses more tokens fails, with an error that names this setting. Empty: no limit."""
 
@@ -185,7 +185,7 @@ class RolloutConfig(Settings):
     top_k: int = Field(0, ge=0, le=MOST_TOP_K)
     """Number of most likely tokens from which the engine samples. This value replaces `top_k` in the agent's
     request. 0: no limit."""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Annotated[int | None, Derived] = Field(None, ge=1)
     """Maximum number of sampled tokens per turn. Empty: 64 for the built-in policy. With `policy.model`: 256,
     or half of `engine.context_length` if that setting is smaller than 512."""
     ignored_fields: tuple[UndoneField, ...] = ()

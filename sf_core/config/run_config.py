@@ -18,7 +18,7 @@ from sf_core.config.pipelines import PIPELINES, PipelineName
 from sf_core.config.removed import drop_removed
 from sf_core.config.rollout_config import MAX_TOGETHER, EnvironmentConfig, RolloutConfig
 from sf_core.config.train_config import TrainConfig
-from sf_core.settings import Reference, Settings, is_word
+from sf_core.settings import Derived, Fixed, Reference, Settings, is_word
 
 PublicAddress = Annotated[str, AfterValidator(refuse_user)]
 """A URL without a user or password. The URL is stored with the run, and shown to everyone who can read the
@@ -73,7 +73,7 @@ class PolicyConfig(Settings):
     can read pictures."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
     """Supervised training on demonstrations before the first iteration. null: no supervised training."""
-    dtype: DtypeName | None = None
+    dtype: Annotated[DtypeName | None, Derived] = None
     """Number format in which the policy is computed, published and exported. The trainer always keeps its own
     weights in float32. auto: bfloat16 if the worker that creates version 0 computes bfloat16 at full speed (a
     GPU, or a CPU with avx512_bf16 or amx_bf16 in /proc/cpuinfo), float32 if not. Empty: auto for `model`,
@@ -101,7 +101,7 @@ class EvaluateConfig(Settings):
     evaluated."""
     num_tasks: int = Field(128, ge=1, le=MAX_TOGETHER)
     """Number of held-out tasks per evaluation."""
-    answers: int = Field(1, ge=1, le=64)
+    answers: Annotated[int, Fixed] = Field(1, ge=1, le=64)
     """Number of sessions per held-out task. The mean reward is computed over all sessions."""
 
     @model_validator(mode="after")
@@ -140,7 +140,7 @@ class EngineConfig(Settings):
     is set."""
     max_running: int = Field(128, ge=1)
     """Maximum number of requests that one engine decodes at a time."""
-    context_length: int | None = Field(None, ge=16)
+    context_length: Annotated[int | None, Derived] = Field(None, ge=16)
     """Maximum number of tokens of one sequence, prompt included. Empty: 512 for the built-in policy. With
     `policy.model`: four times `rollout.max_tokens`, plus the length of the longest of the first 64 training
     prompts (`Task.prompt`), up to the limit of the model. If agents are commands or run outside the cluster,
@@ -261,7 +261,7 @@ class RunConfig(Settings):
     """Name of the run and of the run's directory. If a run with this name exists, it continues with its
     stored settings. A setting given now overrides the stored setting, unless the given value equals the
     default. Empty: SeamlessFlow generates a new name."""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: Annotated[int, Fixed] = Field(0, ge=0, lt=2**32)
     """Random seed for the initial weights of the policy, the order of tasks and all sampling."""
     pipeline: PipelineName | None = None
     """Division of the devices between rollout and training. colocated: every device alternates between
@@ -270,8 +270,8 @@ class RunConfig(Settings):
     train steps, and the other rollout workers always roll out. Empty: the tags of the workers and
     `rollout.overlap` decide; with `train.lora` and vLLM, and on CPUs that trainers share with other rollout
     workers, trainers only train."""
-    policy: PolicyConfig = PolicyConfig()
-    environment: EnvironmentConfig = EnvironmentConfig()
+    policy: Annotated[PolicyConfig, Fixed] = PolicyConfig()
+    environment: Annotated[EnvironmentConfig, Fixed] = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -13,7 +13,7 @@ from sf_core.recipes.samples import Score
 from sf_core.recipes.selections import AnySelection
 from sf_core.recipes.teachers import Teacher
 from sf_core.recipes.weights import AnyWeight
-from sf_core.settings import Settings
+from sf_core.settings import Derived, Fixed, Settings
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -81,13 +81,13 @@ class LoraConfig(Settings):
     """A low-rank adapter (Hu et al. 2021). Only the adapter is trained; the weights of the policy itself do
     not change."""
 
-    rank: int | None = Field(None, ge=1, le=LARGEST_RANK)
+    rank: Annotated[int | None, Derived] = Field(None, ge=1, le=LARGEST_RANK)
     """Rank of the two factors that the adapter has per layer. Empty: the rank of `policy.adapter`, or 32 if
     `policy.adapter` is empty."""
-    alpha: float | None = Field(None, gt=0)
+    alpha: Annotated[float | None, Derived] = Field(None, gt=0)
     """Scale of the adapter: the product of the two factors is multiplied by alpha / rank. Empty: the alpha of
     `policy.adapter`, or twice the rank if `policy.adapter` is empty."""
-    targets: tuple[str, ...] | None = Field(None, min_length=1)
+    targets: Annotated[tuple[str, ...] | None, Derived] = Field(None, min_length=1)
     """Linear layers that get an adapter. Give the last part of the name of each layer, for example q_proj.
     Empty: the layers of `policy.adapter`, or all linear layers of the blocks if `policy.adapter` is empty. A
     mixture of experts needs this setting, because its experts are not linear layers and get no adapter."""
@@ -160,7 +160,7 @@ class TrainConfig(Settings):
     gradients are exchanged. When it expires, the train step fails with an error that names the missing ranks,
     and is retried. If a trainer is lost for longer than this time, another worker replaces the trainer. The
     time to read or write a checkpoint, measured at the start of the run, is added to the timeout."""
-    learning_rate: float | None = Field(None, gt=0)
+    learning_rate: Annotated[float | None, Derived] = Field(None, gt=0)
     """Learning rate of AdamW in train steps. The learning rate is constant after `warmup_steps`. Empty, with
     `policy.model`: 2e-5 x sqrt(135 million / N) for N parameters, between 1e-6 and 3e-4; with `lora` ten
     times this value. Empty, for the built-in policy: 1e-3 up to 1.5 million parameters, and
@@ -185,10 +185,10 @@ class TrainConfig(Settings):
     loss: LossConfig = LossConfig()
     teacher: TeacherConfig | None = None
     """Another model whose log-probs the policy learns to match. Empty: no teacher."""
-    lora: LoraConfig | None = None
+    lora: Annotated[LoraConfig | None, Fixed] = None
     """Adapter (LoRA) to train instead of the weights of the policy. Empty: all weights of the policy are
     trained."""
-    critic: Critic | None = None
+    critic: Annotated[Critic | None, Fixed] = None
     """Network that learns to predict the reward, for `advantage: gae`. Empty: no critic."""
     max_engine_difference: float = Field(0.1, gt=0)
     """Maximum mean difference, in nats, between the log-probs that engines recorded and the log-probs that
@@ -208,7 +208,7 @@ class TrainConfig(Settings):
     """true: the backward pass recomputes the activations of each block of the network, instead of storing
     them. Training then takes about a third more computation, and the memory for activations hardly grows with
     the number of layers."""
-    checkpoint_every: int | None = Field(None, ge=1)
+    checkpoint_every: Annotated[int | None, Derived] = Field(None, ge=1)
     """Number of iterations between checkpoints. After a training worker is lost, the run repeats the
     iterations since the newest checkpoint, from stored batches. Empty: 1 for the built-in policy. Empty, with
     `policy.model`: 1 if a checkpoint takes less than 1 GB (fewer than 83 million trained parameters), 10 if

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 from pydantic import BaseModel, Tag, ValidationError
 
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.settings import quote
+from sf_core.settings import Changeable, Derived, Fixed, quote
 
 PATTERNS = {
     "image": "expected the name of an OCI image",
@@ -152,6 +152,26 @@ def walk(location: Iterable[int | str], model: type[BaseModel] = RunConfig) -> S
         else:
             annotation = None
     return SettingPlace(path, section, annotation)
+
+
+def markers_of(key: str) -> list[Any]:
+    """What the field of this setting is marked with (sf_core/settings.py), after the markers of the sections
+    around it."""
+    names = key.split(".")
+    sections = [walk(names[: depth + 1]).section for depth in range(len(names))]
+    fields = [section.model_fields.get(name) for section, name in zip(sections, names, strict=True)]
+    return [marker for field in fields if field is not None for marker in field.metadata]
+
+
+def is_derived(key: str) -> bool:
+    """Whether this setting is derived where the run begins, if it is left open."""
+    return Derived in markers_of(key)
+
+
+def is_fixed(key: str) -> bool:
+    """Whether this setting cannot change once its run has a batch."""
+    markers = [marker for marker in markers_of(key) if marker in (Fixed, Changeable)]
+    return markers[-1:] == [Fixed]
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:

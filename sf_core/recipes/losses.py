@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from sf_core.recipes.samples import Component, Score
-from sf_core.settings import Reference, Settings, load_object, or_kind
+from sf_core.settings import Changeable, Reference, Settings, load_object, or_kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -321,9 +321,9 @@ class Critic(Settings):
     """A second network that predicts the reward before each token (actor and critic; Schulman et al. 2017).
     The weights of the critic are never published."""
 
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: Annotated[float, Changeable] = Field(1e-3, gt=0)
     """Learning rate of the AdamW optimiser of the critic. The rate is constant."""
-    clip: float | None = Field(0.2, gt=0)
+    clip: Annotated[float | None, Changeable] = Field(0.2, gt=0)
     """Maximum change of the predicted reward of a token within a train step. A token whose prediction has
     changed by more than this maximum has no gradient. Empty: no maximum."""
 

@@ -18,8 +18,8 @@ from sf_core.reports.evaluations.judgements import judge_metrics
 from sf_core.reports.states import await_restarts, check_idle
 from sf_core.reports.view import RunView
 from sf_core.stages.commit import StageResult, commit, commits_once
+from sf_core.stages.preflight.stored_config import read_stored_config, resolve_for_evaluation
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.stored_config import read_stored_config, settle_to_measure
 from sf_core.training.registry import trainer_kind
 from sf_core.training.teacher_folder import check_version
 from storage.files import FileRef, copy_folder, list_files, remove
@@ -86,7 +86,7 @@ def open_evaluation(config: RunConfig, report: Callable[[str], None] = log.warni
     if config.run_id is None:
         raise ValueError("run_id: name the run to evaluate")
     run = RunDirectory(config.run_dir)
-    resolved = settle_to_measure(config, report)
+    resolved = resolve_for_evaluation(config, report)
     version = RunView(run).progress().published
     measured = run.read_manifest(version, "evaluate")
     if measured is None:

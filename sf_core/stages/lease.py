@@ -31,8 +31,8 @@ from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.lending import work_left
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
+from sf_core.stages.preflight.judges import check_served
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.judges import check_served
 from sf_core.training.policy_folder import policy_folder
 from sf_core.training.registry import trainer_backend
 from sf_core.types import Task

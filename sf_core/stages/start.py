@@ -20,11 +20,11 @@ from sf_core.environments.environment import Environment
 from sf_core.environments.registry import environment_of
 from sf_core.models.adapter import list_linears, make_factors
 from sf_core.stages.commit import StageResult, commit
+from sf_core.stages.preflight.idle import check_reach
+from sf_core.stages.preflight.lora import TrainedAdapter, find_adapter
+from sf_core.stages.preflight.resolve import resolve, values_of
+from sf_core.stages.preflight.start_folder import start_fault
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.derived import derive, values_of
-from sf_core.stages.settling.idle import check_reach
-from sf_core.stages.settling.lora import TrainedAdapter, find_adapter
-from sf_core.stages.settling.start_folder import start_fault
 from sf_core.stages.warmstart import copy_warmed, find_warmed
 from sf_core.surroundings import cache_dir
 from sf_core.training.policy_folder import (
@@ -58,7 +58,7 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
         TeacherFolder(folder).check("policy", f"remove {source} and start the run again")
         parameters = count_parameters(folder)
         trained = _find_adapter(run.config, folder, warmed=warmed)
-        derived = values_of(derive(run.config, parameters, folder, prompts, trained))
+        derived = values_of(resolve(run.config, parameters, folder, prompts, trained))
         dtype = run.config.fill(derived).policy.dtype_name
         changed = {file.uri: file for file in (name_dtype(folder, dtype), *name_stops(folder))}
         outputs = [copy for copy in copies if copy.uri not in changed]

@@ -20,8 +20,8 @@ from sf_core.models.language import copy_version
 from sf_core.recipes.losses import LossConfig, Plain
 from sf_core.scheduling.cluster import owner_of
 from sf_core.stages.commit import StageResult, commits_once
+from sf_core.stages.preflight.resolve import warm_rate
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.derived import warm_rate
 from sf_core.training.demonstrations import EncodedDemonstration, demonstrations, encode
 from storage.attempts import Attempt
 from storage.files import FileRef, copy_folder, remove_folder

@@ -9,8 +9,8 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import load_config
-from sf_core.stages.settling.disk import check_disk, describe_lack
-from sf_core.stages.settling.sizes import PolicySizes
+from sf_core.stages.preflight.disk import check_disk, describe_lack
+from sf_core.stages.preflight.sizes import PolicySizes
 from tests.bench.commands import sf
 from tests.bench.refusals import check_sentence, snapshot
 

@@ -19,8 +19,8 @@ from sf_core.config import RunConfig
 from sf_core.engines.torch.cached_model import open_model
 from sf_core.stages.evaluate import open_evaluation, open_measurement
 from sf_core.stages.lease import open_judges
+from sf_core.stages.preflight.start_folder import check_start
 from sf_core.stages.run import RunRef
-from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.start import start
 from sf_core.training.teacher_folder import find_teacher
 from sf_core.training.torch.network import Network

@@ -13,7 +13,7 @@ from sf_core.config import RunConfig
 from sf_core.config.removed import REMOVED
 from sf_core.config.validation import ConfigError
 from sf_core.config.yaml_file import describe_differences, load_config
-from sf_core.stages.settling.stored_config import read_stored_config
+from sf_core.stages.preflight.stored_config import read_stored_config
 from storage.run_directory import RunDirectory
 from tests.bench.runs import configure
 

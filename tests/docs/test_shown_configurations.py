@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sf_core.config.yaml_file import load_config
-from sf_core.stages.settling.derived import derive
-from sf_core.stages.settling.stored_config import settle_config
+from sf_core.stages.preflight.resolve import resolve
+from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.training.demonstrations import check_demonstrations
 
 ROOT = Path(__file__).parents[2]
@@ -45,10 +45,10 @@ def test_with_a_model_the_rate_is_derived_and_nothing_of_the_small_policy_stays(
         with_model += "\npolicy: {model: /models/Qwen3-0.6B}\n"
     file = tmp_path / "my.yaml"
     file.write_text(with_model, encoding="utf-8")
-    config = settle_config(load_config(file, ["run_id=r", f"storage.root={tmp_path}"]))
+    config = resolve_config(load_config(file, ["run_id=r", f"storage.root={tmp_path}"]))
     assert config.policy.model == "/models/Qwen3-0.6B" and not config.policy.warm_steps
     check_demonstrations(config)
-    assert derive(config, 600_000_000)["train.learning_rate"].value == 9.5e-6
+    assert resolve(config, 600_000_000)["train.learning_rate"].value == 9.5e-6
     if not place.startswith("configs/"):  # their tasks have short answers, whatever the policy
         assert config.rollout.max_tokens == 256
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.stages.settling.stored_config import read_stored_config
+from sf_core.stages.preflight.stored_config import read_stored_config
 from tests.bench.stacks.cluster import Cluster, running_cluster
 from tests.bench.stacks.prefect_server import Server, prefect_server
 from tests.bench.stacks.quickstart import CONFIG, options, sf

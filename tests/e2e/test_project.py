@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.stages.settling.stored_config import read_stored_config
+from sf_core.stages.preflight.stored_config import read_stored_config
 from tests.bench.stacks.invariants import check_result
 from tests.bench.stacks.quickstart import options, sf
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from seamlessflow import open_run
 from sf_core.config import RunConfig
 from sf_core.environments.quickstart import TOOLS
-from sf_core.stages.settling.stored_config import read_stored_config
+from sf_core.stages.preflight.stored_config import read_stored_config
 from storage.run_directory import RunDirectory
 from tests.bench import stacks
 from tests.bench.notebooks import execute

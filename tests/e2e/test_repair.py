@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.stages.settling.stored_config import read_stored_config
+from sf_core.stages.preflight.stored_config import read_stored_config
 from tests.bench import ROOT, stacks
 from tests.bench.sandboxes import need_sandbox
 

@@ -17,7 +17,7 @@ import pytest
 
 from sf_core.cli.stack.local import Ports
 from sf_core.import_path import NAMES
-from sf_core.stages.settling.stored_config import read_stored_config
+from sf_core.stages.preflight.stored_config import read_stored_config
 from tests.bench import ROOT, stacks
 from tests.bench.stacks.invariants import check_result
 

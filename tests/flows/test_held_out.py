@@ -13,7 +13,7 @@ from flows.evaluate import evaluate
 from flows.train import train
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
-from sf_core.stages.settling.first_tasks import check_held_out
+from sf_core.stages.preflight.first_tasks import check_held_out
 from sf_core.types import Task
 from sf_core.user_code import place_of
 from storage.run_directory import RunDirectory

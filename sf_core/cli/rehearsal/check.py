@@ -18,7 +18,7 @@ from sf_core.cli.stack.local import stack_environment
 from sf_core.config import RunConfig
 from sf_core.import_path import python_module
 from sf_core.scheduling.cluster import scheduler_of
-from sf_core.stages.settling.stored_config import begins_anew, has_batch
+from sf_core.stages.preflight.stored_config import begins_anew, has_batch
 from storage.run_directory import RunDirectory
 
 START_S = 40.0

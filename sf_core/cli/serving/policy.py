@@ -12,8 +12,8 @@ from sf_core.engines.registry import engine_kind
 from sf_core.pictures.sight import read_sight
 from sf_core.recipes.gates import All
 from sf_core.reports.view import RunView
-from sf_core.stages.settling.derived import derive, read_with_derived, values_of
-from sf_core.stages.settling.sizes import PolicySizes
+from sf_core.stages.preflight.resolve import read_with_derived, resolve, values_of
+from sf_core.stages.preflight.sizes import PolicySizes
 from sf_core.stages.start import name_dtype, start_adapter, warm_folder
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from sf_core.training.registry import trainer_kind
@@ -81,7 +81,7 @@ def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
 def _policy_to_start_from(config: RunConfig, scratch: Path) -> Policy:
     start, about = _start_of(config, scratch)
     sizes = PolicySizes.of(config, by_a_worker=False)
-    config = config.fill(values_of(derive(config))) if sizes is None else sizes.config
+    config = config.fill(values_of(resolve(config))) if sizes is None else sizes.config
     weights = start
     if sizes is not None:
         name_dtype(str(start), config.policy.dtype_name)

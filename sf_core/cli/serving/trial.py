@@ -34,7 +34,7 @@ from sf_core.config.failures import CODE_ERRORS
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.stages.lease import open_judges
-from sf_core.stages.settling.first_tasks import check_task
+from sf_core.stages.preflight.first_tasks import check_task
 from sf_core.surroundings import openai_key
 from sf_core.types import Endpoint, Task
 

@@ -23,8 +23,8 @@ from sf_core.engines.registry import engine_kind
 from sf_core.import_path import python_module
 from sf_core.scheduling.cluster import find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import make_plan
-from sf_core.stages.settling.first_tasks import check_held_out
-from sf_core.stages.settling.sizes import PolicySizes, bytes_of_two_workers, check_memory
+from sf_core.stages.preflight.first_tasks import check_held_out
+from sf_core.stages.preflight.sizes import PolicySizes, bytes_of_two_workers, check_memory
 from sf_core.surroundings import (
     count_gpus,
     dataplane_url,

@@ -19,7 +19,7 @@ from sf_core.recipes.gates import AnyGate
 from sf_core.recipes.losses import AnyPolicyLoss, Cispo, Clip
 from sf_core.recipes.weights import AnyWeight, Fresh, Overlong
 from sf_core.scheduling.plan import Worker, local_workers, make_plan
-from sf_core.stages.settling.first_tasks import check_held_out
+from sf_core.stages.preflight.first_tasks import check_held_out
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))

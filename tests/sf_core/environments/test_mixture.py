@@ -30,8 +30,8 @@ from sf_core.environments.registry import (
 )
 from sf_core.environments.splits import Split
 from sf_core.environments.testing import EnvironmentTests
-from sf_core.stages.settling.first_tasks import check_held_out
-from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.preflight.first_tasks import check_held_out
+from sf_core.stages.preflight.start_folder import check_start
 from sf_core.types import Endpoint, Task
 from sf_core.user_code import place_of
 

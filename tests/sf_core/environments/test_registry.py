@@ -29,7 +29,7 @@ from sf_core.environments.splits import Split
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.import_path import NAMES
 from sf_core.settings import Settings
-from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.preflight.start_folder import check_start
 from sf_core.types import Endpoint, Task
 from tests.bench.refusals import check_sentence
 

@@ -29,9 +29,9 @@ from sf_core.reports.view import RunView
 from sf_core.stages import evaluate
 from sf_core.stages.evaluate import open_evaluation, open_measurement
 from sf_core.stages.finish import export_policy
+from sf_core.stages.preflight.resolve import read_with_derived
+from sf_core.stages.preflight.start_folder import check_start
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.derived import read_with_derived
-from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.start import start
 from sf_core.stages.warmstart import configure_warmstart
 from sf_core.training.policy_folder import count_parameters
@@ -101,7 +101,7 @@ def test_reports_say_which_adapter_is_trained(tmp_path: Path) -> None:
     assert said in printed.getvalue()
 
 
-def test_what_was_settled_is_read_with_the_configuration(tmp_path: Path) -> None:
+def test_what_was_resolved_is_read_with_the_configuration(tmp_path: Path) -> None:
     run = begin(tmp_path, train={"lora": {"targets": ["q_proj"]}})
     started(run)
     config = read_with_derived(run)

@@ -13,7 +13,7 @@ from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.reports import states
 from sf_core.stages.evaluate import Evaluation, open_evaluation
-from sf_core.stages.settling.stored_config import read_stored_config
+from sf_core.stages.preflight.stored_config import read_stored_config
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
 from tests.bench import runs

@@ -23,9 +23,9 @@ from sf_core.models.builtin import make_policy
 from sf_core.models.cache_size import cache_bytes
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.finish import export_policy
+from sf_core.stages.preflight.sizes import PolicySizes, check_memory
+from sf_core.stages.preflight.start_folder import check_start
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.sizes import PolicySizes, check_memory
-from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.start import _recipe_files, start
 from sf_core.training.warmstart import warmstart
 from storage import files

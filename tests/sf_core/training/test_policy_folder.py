@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 
 from sf_core.cli.explain import explain_plan
 from sf_core.dataplane.chat.renderer import open_renderer
-from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.preflight.start_folder import check_start
 from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy, read_model_config
 from storage.run_directory import RunDirectory
 from tests.bench import started

@@ -71,7 +71,7 @@ import sys
 from sf_core.cli import launch
 from sf_core.config import RunConfig
 from sf_core.models.pretrained import apart
-from sf_core.stages.settling.sizes import PolicySizes
+from sf_core.stages.preflight.sizes import PolicySizes
 from sf_core.training.teacher_folder import TeacherFolder
 sizes = PolicySizes.of(RunConfig.model_validate({"policy": {"model": sys.argv[1]}}))
 before = apart._ask.cache_info().misses

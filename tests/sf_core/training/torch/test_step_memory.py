@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from sf_core.config import RunConfig
-from sf_core.stages.settling.sizes import PolicySizes
+from sf_core.stages.preflight.sizes import PolicySizes
 from sf_core.training.packing.rows import read_rows
 from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.ranks import SingleRank

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.preflight.start_folder import check_start
 from sf_core.types import Task
 from sf_core.user_code import place_of
 from tests.bench.commands import sf

@@ -16,17 +16,17 @@ from sf_core.models.context import check_context
 from sf_core.pictures.sight import SEEING, read_sight
 from sf_core.reports.view import RunView
 from sf_core.scheduling.cluster import scheduler_of
-from sf_core.stages.settling.idle import check_idle, check_reach
-from sf_core.stages.settling.judges import check_judges
-from sf_core.stages.settling.lora import (
+from sf_core.stages.preflight.idle import check_idle, check_reach
+from sf_core.stages.preflight.judges import check_judges
+from sf_core.stages.preflight.lora import (
     TrainedAdapter,
     check_lora,
     check_peft,
     find_adapter,
     shape_adapter,
 )
-from sf_core.stages.settling.stored_config import has_started
-from sf_core.stages.settling.teacher import check_teacher, check_tokens
+from sf_core.stages.preflight.stored_config import has_started
+from sf_core.stages.preflight.teacher import check_teacher, check_tokens
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
 from sf_core.training.policy_folder import check_model_folder, policy_folder, read_model_config
 from sf_core.training.registry import trainer_kind

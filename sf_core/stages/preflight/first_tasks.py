@@ -14,7 +14,7 @@ from sf_core.environments.registry import (
     source_of_tasks,
     tasks_of,
 )
-from sf_core.stages.settling.idle import foresee_idle
+from sf_core.stages.preflight.idle import foresee_idle
 from sf_core.user_code import own_place
 
 NUM_HELD_OUT = 64

@@ -20,11 +20,11 @@ from sf_core.environments.registry import tasks_of
 from sf_core.models import projections
 from sf_core.models.adapter import Adapter
 from sf_core.settings import Settings
+from sf_core.stages.preflight.lora import TrainedAdapter
+from sf_core.stages.preflight.resolve import NUM_PROMPTS, first_prompts, resolve, values_of
+from sf_core.stages.preflight.sizes import PolicySizes, explain_sizes, warn_of_rates
+from sf_core.stages.preflight.stored_config import read_stored_config, resolve_config
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.derived import NUM_PROMPTS, derive, first_prompts, values_of
-from sf_core.stages.settling.lora import TrainedAdapter
-from sf_core.stages.settling.sizes import PolicySizes, explain_sizes, warn_of_rates
-from sf_core.stages.settling.stored_config import read_stored_config, settle_config
 from sf_core.stages.start import start
 from sf_core.training.warmstart import learning_rate
 from sf_core.types import Task
@@ -47,7 +47,7 @@ def configured(folder: Path, model: str, **sections: Any) -> RunConfig:
 def begun(config: RunConfig, *, is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> OpenRun:
     """A run with these settings whose version 0 a worker of this kind has made."""
     monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: is_fast)
-    config = settle_config(config)
+    config = resolve_config(config)
     RunDirectory(config.run_dir).write_config(config)
     ref = RunRef("r", config.run_dir, dataplane_url="", attempt=1)
     start(ref, prompts=first_prompts(config))
@@ -97,7 +97,7 @@ def test_a_run_that_resumes_on_other_hardware_keeps_what_was_derived(
     form = validate_config(config.model_dump(mode="json"))
     auto = configured(tmp_path, small_policy, policy={"model": small_policy, "dtype": "auto"})
     for asked in (config, form, auto, read_stored_config(config.run_dir)):
-        resumed = settle_config(asked, lines.append)
+        resumed = resolve_config(asked, lines.append)
         RunDirectory(config.run_dir).write_config(resumed)
         ref = RunRef("r", config.run_dir, dataplane_url="", attempt=2)
         start(ref, prompts=["much longer " * 100])
@@ -120,9 +120,9 @@ def test_what_the_user_names_counts_also_on_a_resume(
     start_manifest = run.directory.read_manifest(None, "start")
     assert start_manifest is not None and "derived" not in start_manifest.data
     # a file that leaves open what the run has
-    assert settle_config(configured(tmp_path, small_policy)) == config
+    assert resolve_config(configured(tmp_path, small_policy)) == config
     lines: list[str] = []
-    changed = settle_config(configured(tmp_path, small_policy, rollout={"max_tokens": 80}), lines.append)
+    changed = resolve_config(configured(tmp_path, small_policy, rollout={"max_tokens": 80}), lines.append)
     assert changed.rollout.max_tokens == 80
     assert lines == ["run r: uses its stored configuration, except for rollout.max_tokens 80 (was 64)"]
 
@@ -134,7 +134,7 @@ def test_a_change_that_does_not_fit_into_the_derived_context_is_refused(
     with pytest.raises(
         ValueError, match=r"rollout\.max_tokens \(2000\) must be less than engine\.context_le"
     ):
-        settle_config(configured(tmp_path, small_policy, rollout={"max_tokens": 2000}))
+        resolve_config(configured(tmp_path, small_policy, rollout={"max_tokens": 2000}))
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_lengths_follow_from_those_that_are_named(
     while len(renderer.encode(renderer.render([{"role": "user", "content": prompt}], []))) < 103:
         prompt += "x"
     known = [prompt] if first_prompts(config) else []
-    found = values_of(derive(config, 20_000, small_policy, known))
+    found = values_of(resolve(config, 20_000, small_policy, known))
     assert {key: found[key] for key in expected} == expected
 
 
 def test_an_answer_longer_than_the_model_is_for_is_refused(tmp_path: Path, small_policy: str) -> None:
     config = configured(tmp_path, small_policy, rollout={"max_tokens": 2048})
     with pytest.raises(ValueError, match=r"rollout\.max_tokens \(2048\) must be less than the 2048 tokens"):
-        derive(config, 20_000, small_policy)
+        resolve(config, 20_000, small_policy)
 
 
 def few(split: str, index: int) -> Task:
@@ -183,10 +183,10 @@ def test_fewer_prompts_than_are_wanted_are_measured_as_well(tmp_path: Path, smal
 
 
 def test_the_quickstart_stores_what_it_always_stored(tmp_path: Path) -> None:
-    config = settle_config(load_config("quickstart", ["run_id=r", f"storage.root={tmp_path}"]))
+    config = resolve_config(load_config("quickstart", ["run_id=r", f"storage.root={tmp_path}"]))
     assert {key: value for key, value in flat(config).items() if key in QUICKSTART} == QUICKSTART
     assert config.train.learning_rate is None
-    [(name, rate)] = derive(config, 983_040).items()
+    [(name, rate)] = resolve(config, 983_040).items()
     assert (name, *rate) == ("train.learning_rate", 1e-3, "the built-in policy, 983,040 parameters")
 
 
@@ -210,7 +210,7 @@ def test_a_plan_says_of_a_large_built_in_policy_what_its_run_stores() -> None:
     config = RunConfig.model_validate({"policy": {"hidden_size": 1024, "num_layers": 12}})
     sizes = PolicySizes.of(config)
     assert sizes is not None and sizes.weights > 4 * 83_000_000
-    assert sizes.config.train.interval == config.fill(values_of(derive(config))).train.interval == 1
+    assert sizes.config.train.interval == config.fill(values_of(resolve(config))).train.interval == 1
     assert "a checkpoint, each iteration" in explained(config)["storage"]
 
 
@@ -248,7 +248,7 @@ def test_an_adapter_takes_ten_times_the_rate_within_the_same_bounds(parameters: 
 def test_the_rate_of_an_adapter_is_that_of_its_policy_and_its_checkpoints_are_as_often_as_small() -> None:
     adapter = TrainedAdapter(Adapter(2, 4.0, ("q_proj",)), {"a": (2, 1000), "b": (3000, 2)}, None)
     config = RunConfig.model_validate({"policy": {"model": "/m", "dtype": "float32"}, "train": {"lora": {}}})
-    found = derive(config, 8_000_000_000, adapter=adapter)
+    found = resolve(config, 8_000_000_000, adapter=adapter)
     rate = found["train.learning_rate"]
     every = found["train.checkpoint_every"]
     assert rate.value == pytest.approx(10 * rate_for(8_000_000_000))

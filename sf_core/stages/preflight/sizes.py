@@ -13,23 +13,22 @@ from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, built_in_parameters, cache_bytes
 from sf_core.pictures.sight import KEPT_BYTES, SEEING
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.retention import KEPT_EVERY, num_kept_weights
-from sf_core.stages.settling.derived import (
-    Derived,
-    derive,
+from sf_core.stages.preflight.lora import TrainedAdapter
+from sf_core.stages.preflight.resolve import (
+    Resolved,
     derive_rates,
     explain_warm_start,
     first_prompts,
+    resolve,
     values_of,
 )
-from sf_core.stages.settling.lora import TrainedAdapter
-from sf_core.stages.settling.start_folder import (
+from sf_core.stages.preflight.start_folder import (
     adapter_to_start_from,
     folder_to_start_from,
     name_built_in_shape,
 )
-from sf_core.stages.settling.stored_config import OF_AN_ADAPTER
-from sf_core.stages.settling.teacher import explain_teacher, frozen_bytes
+from sf_core.stages.preflight.teacher import explain_teacher, frozen_bytes
+from sf_core.stages.retention import KEPT_EVERY, num_kept_weights
 from sf_core.training.policy_folder import count_parameters, count_tower, read_model_config
 
 _TRAINED_BYTES = 16
@@ -95,7 +94,7 @@ class PolicySizes:
     """What the gradients of the largest module take while a rank makes them, without activations."""
     adapter: TrainedAdapter | None
     """What is trained, if it is not all weights."""
-    derived: dict[str, Derived]
+    derived: dict[str, Resolved]
     """Settings that are left open, as far as this machine can tell: another one may make version 0."""
     config: RunConfig
     """The settings with those values."""
@@ -123,7 +122,7 @@ class PolicySizes:
             adapter = adapter_to_start_from(config, shape, by_a_worker)
             if adapter is None:
                 return None
-        derived = derive(config, parameters, folder, first_prompts(config), adapter)
+        derived = resolve(config, parameters, folder, first_prompts(config), adapter)
         config = config.fill(values_of(derived))
         policy = config.policy
         engine = config.engine
@@ -314,7 +313,7 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
     """What `sf plan` says of derived settings, memory and storage, by subject; nothing if it is unknown.
     `sizes` are those of the configuration."""
     if sizes is None:
-        return _explain_derived(config, derive(config))
+        return _explain_derived(config, resolve(config))
     train = sizes.config.train
     ranks = "the trainer" if train.workers == 1 else f"each of {train.workers} trainers"
     cache = f" and {gb(sizes.cache)} of KV cache" if sizes.cache else ""
@@ -354,14 +353,14 @@ def _explain_long_rows(sizes: PolicySizes) -> str:
     return f", but up to {gb(most)} of activations if rows are as long as engine.context_length"
 
 
-def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str, str]:
+def _explain_derived(config: RunConfig, derived: dict[str, Resolved]) -> dict[str, str]:
     """Values and reasons, without those that every run with the built-in policy has."""
-    of_all = {} if config.policy.model else derive(config)
+    of_all = {} if config.policy.model else resolve(config)
     return {
         key: f"{value:g}: {reason}" if isinstance(value, float) else f"{value}: {reason}"
         for key, (value, reason) in derived.items()
         # those are in what is said of the adapter
-        if key not in of_all and key not in OF_AN_ADAPTER
+        if key not in of_all and not key.startswith("train.lora.")
     }
 
 

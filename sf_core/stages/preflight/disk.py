@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from sf_core.config import RunConfig
-from sf_core.stages.settling.sizes import PolicySizes, disk_bytes, gb
+from sf_core.stages.preflight.sizes import PolicySizes, disk_bytes, gb
 from storage.files import absolute, folder_bytes, is_local
 from storage.run_directory import RunDirectory
 

@@ -11,7 +11,7 @@ from sf_core.environments.registry import draw_tasks
 from sf_core.import_path import module_environment, python_module
 from sf_core.scheduling.cluster import scheduler_of, workers_here
 from sf_core.scheduling.worker import MAX_THREADS
-from sf_core.stages.settling.sizes import PolicySizes
+from sf_core.stages.preflight.sizes import PolicySizes
 
 _ANSWERED_PART = 0.5
 """Part of `rollout.max_tokens` that an answer is assumed to have."""

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from sf_core.config import RunConfig
 from sf_core.models.builtin import make_tokenizer
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.settling.derived import derive
-from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
-from sf_core.stages.settling.start_folder import check_start
-from sf_core.stages.settling.teacher import check_tokens
+from sf_core.stages.preflight.resolve import resolve
+from sf_core.stages.preflight.sizes import PolicySizes, check_memory, explain_sizes
+from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.teacher import check_tokens
 from sf_core.training.policy_folder import count_parameters
 from tests.bench import refusals
 from tests.bench.policy_server import publish_run
@@ -116,7 +116,7 @@ def test_a_teacher_of_fewer_positions_is_refused_and_bounds_what_is_derived(
     refused(configured(teacher), "engine.context_length is 512", "supports at most 300 tokens")
     check_start(configured(teacher, engine={"context_length": 300}))
     open_context = configured(teacher, {"model": small_policy}, rollout={"max_tokens": 100})
-    derived = derive(open_context, count_parameters(small_policy), small_policy)["engine.context_length"]
+    derived = resolve(open_context, count_parameters(small_policy), small_policy)["engine.context_length"]
     assert derived.value == 300 and "the longest context of the model" in derived.reason
 
 

@@ -12,7 +12,7 @@ import pytest
 from sf_core.config import RunConfig
 from sf_core.engines.vllm import limits
 from sf_core.pictures.sight import PROCESSOR
-from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.preflight.start_folder import check_start
 from tests.bench.refusals import clear_refusal
 
 

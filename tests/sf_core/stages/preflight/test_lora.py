@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.models.builtin import make_policy
+from sf_core.stages.preflight import lora
+from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import RunRef
-from sf_core.stages.settling import lora
-from sf_core.stages.settling.start_folder import check_start
-from sf_core.stages.settling.stored_config import settle_config
 from sf_core.stages.start import start
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_adapter
@@ -251,7 +251,7 @@ def resumed(tmp_path: Path, before: Any, after: Any) -> RunConfig:
     start(RunRef("r", run.uri, dataplane_url="", attempt=1))
     bench.runs.commit(run, 0, "rollout", data={})
     check_start(configured(after))
-    return settle_config(configured(after), lambda _: None)
+    return resolve_config(configured(after), lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
+from sf_core.stages.preflight.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.stages.start import start_adapter
 from sf_core.training.packing.rows import SAMPLING, Row
 from sf_core.training.packing.rules import Packing, pack
@@ -239,10 +239,10 @@ QWEN3_4B_PARAMETERS = 4_020_000_000
 def large(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A policy of the shape of Qwen3-4B; its files would take 8 GB."""
     monkeypatch.setattr(
-        "sf_core.stages.settling.sizes.folder_to_start_from", lambda config, by_a_worker: "/large"
+        "sf_core.stages.preflight.sizes.folder_to_start_from", lambda config, by_a_worker: "/large"
     )
-    monkeypatch.setattr("sf_core.stages.settling.sizes.count_parameters", lambda folder: QWEN3_4B_PARAMETERS)
-    monkeypatch.setattr("sf_core.stages.settling.sizes.read_model_config", lambda folder: QWEN3_4B)
+    monkeypatch.setattr("sf_core.stages.preflight.sizes.count_parameters", lambda folder: QWEN3_4B_PARAMETERS)
+    monkeypatch.setattr("sf_core.stages.preflight.sizes.read_model_config", lambda folder: QWEN3_4B)
     return configured({"model": "/large", "dtype": "bfloat16"}, rollout={"groups_per_batch": 32})
 
 

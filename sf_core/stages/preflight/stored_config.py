@@ -14,11 +14,11 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.rollout_config import JudgeConfig
-from sf_core.config.validation import validate_config
+from sf_core.config.validation import is_derived, is_fixed, validate_config
 from sf_core.config.yaml_file import find_differences
 from sf_core.reports.view import RunView
-from sf_core.settings import quote
-from sf_core.stages.settling.derived import derive, read_with_derived, values_of
+from sf_core.settings import Changeable, quote
+from sf_core.stages.preflight.resolve import read_with_derived, resolve, values_of
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -28,33 +28,6 @@ PLACE = ("run_id", "storage")
 
 ADDRESSES = ("cluster.scheduler", "dataplane.url")
 """Settings always taken from the caller, defaults included: the servers of the last attempt may be gone."""
-
-OF_AN_ADAPTER = ("train.lora.rank", "train.lora.alpha", "train.lora.targets")
-
-FIXED = (
-    "seed",
-    "policy",
-    "environment",
-    "train.critic",
-    "train.lora",
-    *OF_AN_ADAPTER,
-    "evaluate.answers",
-)
-"""Settings that cannot change once there is a batch, because the result would be another run. A critic is
-made with the trainer: only its own settings may change. An evaluation that has begun keeps its sessions."""
-
-OF_A_JUDGE = ("url", "timeout_s", "concurrency", "max_tokens_per_iteration")
-"""Settings of a judge that may change all the same: where it is, and how it is asked."""
-
-DERIVED = (
-    "rollout.max_tokens",
-    "engine.context_length",
-    "policy.dtype",
-    "train.learning_rate",
-    "train.checkpoint_every",
-    *OF_AN_ADAPTER,
-)
-"""Settings that are derived if they are left open. Left open by the caller, they stay as the run has them."""
 
 _NOTHING = object()
 
@@ -72,7 +45,7 @@ def read_stored_config(uri: str) -> RunConfig:
     return config.model_copy(update={"run_id": directory.run_id, "storage": storage})
 
 
-def settle_config(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
+def resolve_config(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
     """The configuration to train with: `config`, with what follows from its settings, or that of the existing
     run that it names, with its changes. A run that begins anew is configured like one that is not there.
 
@@ -82,7 +55,7 @@ def settle_config(config: RunConfig, tell: Callable[[str], None] = log.warning) 
         tell(f"run {config.run_id} has no batch yet and starts over, with {', '.join(changed)}")
     elif RunDirectory(config.run_dir).exists():
         return _merge_with_stored(config, tell, _refuse_early_end)
-    return config.fill(values_of(derive(config)))
+    return config.fill(values_of(resolve(config)))
 
 
 def begins_anew(config: RunConfig) -> list[str]:
@@ -119,7 +92,7 @@ def _changes_to_another(config: RunConfig) -> list[tuple[str, Any, Any]]:
     return [
         (key, before, given)
         for key, before, given in _find_changes(read_with_derived(run), config)
-        if not {key, key.split(".")[0]}.isdisjoint(FIXED) and not _are_same_judges(key, before, given)
+        if is_fixed(key) and not _are_same_judges(key, before, given)
         if given != _default(key.split(".")) and not _stays_derived(key, config)
     ]
 
@@ -143,17 +116,20 @@ def _keep_limits(before: JudgeConfig | None, given: JudgeConfig) -> JudgeConfig:
 
 
 def _are_same_judges(key: str, before: Any, given: Any) -> bool:
+    fields = JudgeConfig.model_fields.items()
+    changeable = {name for name, field in fields if Changeable in field.metadata}
+
     def identify(judges: Mapping[str, JudgeConfig]) -> dict[str, Any]:
-        return {name: judge.model_dump(exclude={*OF_A_JUDGE}) for name, judge in judges.items()}
+        return {name: judge.model_dump(exclude=changeable) for name, judge in judges.items()}
 
     return key == "environment.judges" and identify(before) == identify(given)
 
 
 def _stays_derived(key: str, config: RunConfig) -> bool:
-    return key in DERIVED and config.leaves_open(key)
+    return is_derived(key) and config.leaves_open(key)
 
 
-def settle_to_measure(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
+def resolve_for_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
     """The configuration to measure the stored run that `config` names.
 
     Raises ValueError if there is no such run, or `config` changes more than an evaluation may."""

@@ -1,4 +1,4 @@
-"""Derives the settings that are left open from the policy, the first prompts and the device, with reasons.
+"""Resolves the settings that are left open by the policy, the first prompts and the device, with reasons.
 
 What follows from the other settings is stored in config.json. The rest is stored in the manifest of the start
 stage, because only the worker that makes version 0 may have the model. A run that resumes on other hardware
@@ -16,8 +16,8 @@ from sf_core.config.train_config import CHECKPOINT_BYTES, interval_for, rate_for
 from sf_core.environments.registry import draw_tasks
 from sf_core.models.context import longest_context
 from sf_core.models.pretrained.apart import call_apart
-from sf_core.stages.settling.lora import TrainedAdapter
-from sf_core.stages.settling.teacher import teacher_context
+from sf_core.stages.preflight.lora import TrainedAdapter
+from sf_core.stages.preflight.teacher import teacher_context
 from sf_core.training.policy_folder import read_model_config
 from storage.run_directory import RunDirectory
 
@@ -36,18 +36,18 @@ _RATE = 5
 """Learning rate of the warm start, in those of reinforcement learning."""
 
 
-class Derived(NamedTuple):
+class Resolved(NamedTuple):
     value: Any
     reason: str
 
 
-def derive(
+def resolve(
     config: RunConfig,
     parameters: int | None = None,
     folder: str | None = None,
     prompts: Sequence[str] = (),
     adapter: TrainedAdapter | None = None,
-) -> dict[str, Derived]:
+) -> dict[str, Resolved]:
     """Values of the settings that are left open, by their keys. Without `parameters` only those that follow
     from other settings; with them, with the folder of a model, and with the adapter if one is trained, all.
     Raises ValueError if an answer would not fit into the model."""
@@ -57,7 +57,7 @@ def derive(
     return {key: derived for key, derived in found.items() if config.leaves_open(key)}
 
 
-def values_of(derived: Mapping[str, Derived]) -> dict[str, Any]:
+def values_of(derived: Mapping[str, Resolved]) -> dict[str, Any]:
     return {key: value for key, (value, _) in derived.items()}
 
 
@@ -79,12 +79,12 @@ def explain_warm_start(config: RunConfig, rate: float) -> str | None:
     return f"{steps} steps of {warm.batch_size} demonstrations, of {shown}{at}"
 
 
-def derive_rates(config: RunConfig, parameters: int) -> dict[str, Derived]:
+def derive_rates(config: RunConfig, parameters: int) -> dict[str, Resolved]:
     """Learning rates for a policy of this size, by their settings, whether these are left open or not."""
     rate, why = _rate(config, parameters)
-    found = {"train.learning_rate": Derived(rate, why)}
+    found = {"train.learning_rate": Resolved(rate, why)}
     if config.policy.model is not None and config.policy.warm_steps:
-        found["policy.warmstart.learning_rate"] = Derived(_RATE * rate, why)
+        found["policy.warmstart.learning_rate"] = Resolved(_RATE * rate, why)
     return found
 
 
@@ -105,20 +105,20 @@ def read_with_derived(directory: RunDirectory) -> RunConfig:
     return config if start is None else config.fill(start.data.get("derived", {}))
 
 
-def _by_settings(config: RunConfig) -> dict[str, Derived]:
+def _by_settings(config: RunConfig) -> dict[str, Resolved]:
     if config.policy.model is None:
         why = "the built-in policy"
         found = {
-            "rollout.max_tokens": Derived(config.rollout.turn_tokens, why),
-            "engine.context_length": Derived(config.engine.context, why),
-            "train.checkpoint_every": Derived(config.train.interval, why),
+            "rollout.max_tokens": Resolved(config.rollout.turn_tokens, why),
+            "engine.context_length": Resolved(config.engine.context, why),
+            "train.checkpoint_every": Resolved(config.train.interval, why),
         }
         # auto asks for the device
-        return found | ({} if config.policy.dtype else {"policy.dtype": Derived("float32", why)})
+        return found | ({} if config.policy.dtype else {"policy.dtype": Resolved("float32", why)})
     room = config.engine.context_length
     if room is not None and room // 2 < _MODEL_TOKENS:
-        return {"rollout.max_tokens": Derived(room // 2, f"half of engine.context_length {room}")}
-    return {"rollout.max_tokens": Derived(_MODEL_TOKENS, "policy.model is set")}
+        return {"rollout.max_tokens": Resolved(room // 2, f"half of engine.context_length {room}")}
+    return {"rollout.max_tokens": Resolved(_MODEL_TOKENS, "policy.model is set")}
 
 
 def _by_policy(
@@ -127,16 +127,16 @@ def _by_policy(
     folder: str | None,
     prompts: Sequence[str],
     adapter: TrainedAdapter | None,
-) -> dict[str, Derived]:
+) -> dict[str, Resolved]:
     trained = f"{parameters:,} parameters"
     num_trained = parameters
-    found: dict[str, Derived] = {}
+    found: dict[str, Resolved] = {}
     if adapter is not None:
         num_trained = adapter.parameters
         trained = f"{num_trained:,} parameters that are trained"
         found = _by_adapter(adapter)
     found["train.learning_rate"] = _rate(config, parameters)
-    found["train.checkpoint_every"] = Derived(
+    found["train.checkpoint_every"] = Resolved(
         interval_for(num_trained), f"{trained} of {CHECKPOINT_BYTES} bytes in a checkpoint"
     )
     if folder is not None and config.leaves_open("engine.context_length"):
@@ -148,7 +148,7 @@ def _by_policy(
     return found | ({"policy.dtype": _dtype()} if config.leaves_open("policy.dtype") else {})
 
 
-def _rate(config: RunConfig, parameters: int) -> Derived:
+def _rate(config: RunConfig, parameters: int) -> Resolved:
     """The learning rate for a policy of this size."""
     rate_of: Callable[..., float] = rate_for
     why = f"{parameters:,} parameters, 2e-5 x sqrt(135M / N)"
@@ -157,18 +157,18 @@ def _rate(config: RunConfig, parameters: int) -> Derived:
         why = f"the built-in policy, {parameters:,} parameters"
     of_all = rate_of(parameters)
     if config.train.lora is None:
-        return Derived(of_all, why)
+        return Resolved(of_all, why)
     rate = rate_of(parameters, is_adapter=True)
-    return Derived(rate, f"{rate / of_all:.0f} times that of training all weights ({why})")
+    return Resolved(rate, f"{rate / of_all:.0f} times that of training all weights ({why})")
 
 
-def _by_adapter(trained: TrainedAdapter) -> dict[str, Derived]:
+def _by_adapter(trained: TrainedAdapter) -> dict[str, Resolved]:
     why = "by default" if trained.source is None else f"that of {trained.source}"
     values = {"rank": trained.adapter.rank, "alpha": trained.adapter.alpha}
-    return {f"train.lora.{name}": Derived(value, why) for name, value in values.items()}
+    return {f"train.lora.{name}": Resolved(value, why) for name, value in values.items()}
 
 
-def _context(tokens: int, folder: str, prompts: Sequence[str], most: int | None) -> Derived:
+def _context(tokens: int, folder: str, prompts: Sequence[str], most: int | None) -> Resolved:
     """The context length for answers of up to `tokens` tokens. `most`: tokens that policy and teacher are
     for."""
     # tokenizers and templates, which most processes that read a configuration do not use
@@ -187,19 +187,19 @@ def _context(tokens: int, folder: str, prompts: Sequence[str], most: int | None)
     )
     why = f"{prompt}, {_ANSWERS} answers of rollout.max_tokens {tokens} follow"
     if most is None or wanted <= most:
-        return Derived(wanted, why)
+        return Resolved(wanted, why)
     if tokens >= most:
         raise ValueError(
             f"rollout.max_tokens ({tokens}) must be less than the {most} tokens that the model supports"
         )
-    return Derived(most, f"the longest context of the model; {why}")
+    return Resolved(most, f"the longest context of the model; {why}")
 
 
-def _dtype() -> Derived:
+def _dtype() -> Resolved:
     dtype: str = call_apart(_fastest_dtype)
     if dtype == "bfloat16":
-        return Derived(dtype, "the device has instructions for it")
-    return Derived(dtype, "the CPU has no instructions for bfloat16")
+        return Resolved(dtype, "the device has instructions for it")
+    return Resolved(dtype, "the CPU has no instructions for bfloat16")
 
 
 def _fastest_dtype() -> str:

@@ -16,7 +16,7 @@ from sf_core.models.adapter import find_unreached
 from sf_core.recipes.advantages import CustomAdvantage, Gae, RoleBaseline, Whitened
 from sf_core.recipes.losses import Clip, SequenceClip
 from sf_core.recipes.weights import EntropyConfidence, Surprising
-from sf_core.stages.settling.stored_config import has_started
+from sf_core.stages.preflight.stored_config import has_started
 from sf_core.types import Task
 
 MOST_EQUAL = 100

@@ -6,7 +6,7 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import builtin_configs, load_config
-from sf_core.stages.settling.first_tasks import foresee
+from sf_core.stages.preflight.first_tasks import foresee
 from sf_core.types import Task
 
 
@@ -28,7 +28,7 @@ def test_held_out_tasks_that_are_trained_on_are_told_before_the_run() -> None:
     assert sentence.startswith(
         "40 of the first 40 held-out tasks are also training tasks, for example add-holdout-0"
     )
-    assert "leaking (tests/sf_core/stages/settling/test_first_tasks.py:" in sentence
+    assert "leaking (tests/sf_core/stages/preflight/test_first_tasks.py:" in sentence
     # equal prompts are not equal tasks
     assert told("apart") == []
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
 from sf_core.models.adapter import find_unreached, list_linears
-from sf_core.stages.settling.first_tasks import foresee
-from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.preflight.first_tasks import foresee
+from sf_core.stages.preflight.start_folder import check_start
 from sf_core.training.policy_folder import read_model_config
 from sf_core.types import Task
 from tests.bench import engines, refusals

@@ -14,13 +14,13 @@ from sf_core.config.rollout_config import JudgeConfig
 from sf_core.config.validation import validate_config
 from sf_core.recipes.losses import Cispo
 from sf_core.reports.iterations import failures_of
-from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.stored_config import (
+from sf_core.stages.preflight.stored_config import (
     has_started,
     read_stored_config,
-    settle_config,
-    settle_to_measure,
+    resolve_config,
+    resolve_for_evaluation,
 )
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.stored_steps import read_stored_settings
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
@@ -52,7 +52,7 @@ def stored(tmp_path: Path) -> RunConfig:
 
 def said(config: RunConfig) -> tuple[RunConfig, list[str]]:
     lines: list[str] = []
-    return settle_config(config, lines.append), lines
+    return resolve_config(config, lines.append), lines
 
 
 def test_a_run_is_read_back_as_it_was_configured_wherever_it_is_now(
@@ -256,7 +256,7 @@ def test_a_run_may_end_earlier_but_not_before_what_is_published(tmp_path: Path, 
     assert said(configured(tmp_path, train={"iterations": 3}))[0].train.iterations == 3
     lines: list[str] = []
     with pytest.raises(ValueError) as refused:
-        settle_config(configured(tmp_path, train={"iterations": 2}), lines.append)
+        resolve_config(configured(tmp_path, train={"iterations": 2}), lines.append)
     assert str(refused.value) == (
         "run r has already published version 3, so train.iterations cannot be 2; set "
         "train.iterations to at least 3, or leave train.iterations out"
@@ -276,18 +276,18 @@ def test_a_run_is_measured_as_it_was_configured_over_the_tasks_that_are_asked_fo
     tmp_path: Path, stored: RunConfig
 ) -> None:
     asked = configured(tmp_path, evaluate={"num_tasks": 1000}, dataplane=STORED["dataplane"])
-    measured = settle_to_measure(asked)
+    measured = resolve_for_evaluation(asked)
     assert measured == stored.model_copy(update={"evaluate": asked.evaluate})
     with pytest.raises(
         ValueError, match=r"run r was configured with train.iterations 100, not 3, and an evaluation must"
     ):
-        settle_to_measure(configured(tmp_path, train={"iterations": 3}))
+        resolve_for_evaluation(configured(tmp_path, train={"iterations": 3}))
     assert read_stored_config(stored.run_dir) == stored
 
 
 def test_only_a_run_that_is_there_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no run here \(config.json is missing\)"):
-        settle_to_measure(configured(tmp_path))
+        resolve_for_evaluation(configured(tmp_path))
 
 
 def test_another_formula_is_taken_as_a_whole(tmp_path: Path, stored: RunConfig) -> None:
@@ -305,7 +305,7 @@ def test_a_critic_is_neither_added_nor_taken_away(tmp_path: Path, stored: RunCon
     ppo = {"advantage": "gae", "critic": {}}
     commit(RunDirectory(stored.run_dir), 0, "rollout")
     with pytest.raises(ValueError, match=r"^run r was started with train\.critic none, not learning_rate="):
-        settle_config(configured(tmp_path, train=ppo))
+        resolve_config(configured(tmp_path, train=ppo))
     other = {"run_id": "ppo", "storage": {"root": str(tmp_path)}, "train": ppo}
     config = validate_config(other)
     RunDirectory(config.run_dir).write_config(config)

@@ -1,0 +1,1 @@
+"""Before a run begins: its open settings are resolved, and its configuration is checked."""
