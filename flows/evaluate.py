@@ -9,7 +9,8 @@ from prefect import flow
 
 from sf_core.scheduling.cluster import await_plan
 from sf_core.stages.evaluate import open_evaluation
-from sf_core.stages.preflight.first_tasks import check_held_out
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.run import OpenRun, begin_attempt, open_config
 from tasks.cluster import TaggedTaskRunner, crash_without_scheduler, result_of, scheduler_address, submit
 from tasks.deployed import EvaluateForm
@@ -30,7 +31,7 @@ def evaluate(config: EvaluateForm) -> dict[str, Any]:
             return evaluation.measured.data
         config = evaluation.config
         version = evaluation.version
-        check_held_out(config, is_trained=False)
+        preflight(Facts(config, in_flow=True, splits=["holdout"]))
         plan = await_plan(scheduler_address(), config)
         take_over()
         run = begin_attempt(config, evaluate_only=True)

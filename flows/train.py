@@ -15,10 +15,9 @@ from sf_core.reports.export.trackers import Trackers
 from sf_core.reports.log_lines import tell
 from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
-from sf_core.stages.preflight.disk import check_disk
-from sf_core.stages.preflight.first_tasks import check_held_out, foresee
-from sf_core.stages.preflight.sizes import PolicySizes, check_memory, warn_of_rates
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import list_warnings, preflight
+from sf_core.stages.preflight.facts import SPLITS, Facts
+from sf_core.stages.preflight.sizes import PolicySizes, warn_of_rates
 from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config
 from tasks.cluster import (
@@ -43,13 +42,12 @@ def train(config: TrainForm) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     with send_logs_at_end(), leave_to_successor():
         config = resolve_config(identify_run(config))
-        check_held_out(config)
-        check_start(config, by_a_worker=True)
+        facts = Facts(config, in_flow=True, splits=SPLITS, writes=True)
+        preflight(facts)
         plan = await_plan(scheduler_address(), config)
-        sizes = PolicySizes.of(config)
-        check_memory(sizes, read_workers(scheduler_address()))
-        check_disk(config, sizes)
-        for sentence in (*foresee(config), *warn_of_rates(config, sizes)):
+        facts.workers = read_workers(scheduler_address())
+        preflight(facts)
+        for sentence in list_warnings(facts):
             tell(sentence)
         take_over()
         run = begin_attempt(config)
@@ -58,7 +56,7 @@ def train(config: TrainForm) -> dict[str, Any]:
         # free_workers_at_end is innermost: a flow that ends frees the workers first
         with crash_without_scheduler(), use_lean_settings(), trackers, page, free_workers_at_end(run):
             start_policy(config, run, plan.trainers)
-            for sentence in warn_of_rates(config, PolicySizes.of(config)) if sizes is None else ():
+            for sentence in warn_of_rates(config, PolicySizes.of(config)) if facts.sizes is None else ():
                 tell(sentence)
             OpenRun(run).register()
             if resumed := OpenRun(run).describe_resumption():

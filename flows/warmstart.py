@@ -7,8 +7,10 @@ from prefect import flow
 from sf_core.config import RunConfig
 from sf_core.reports.log_lines import tell
 from sf_core.scheduling.cluster import await_plan
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.preflight.resolve import first_prompts
-from sf_core.stages.preflight.start_folder import check_start, start_fault, warms_model
+from sf_core.stages.preflight.start_folder import start_fault, warms_model
 from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from sf_core.stages.warmstart import begin_warmstart, iterations_left, remove_spare
@@ -32,7 +34,7 @@ def warmstart(config: WarmstartForm) -> str:
     """Make version 0 of the run's policy; returns its Hugging Face folder."""
     with send_logs_at_end(), leave_to_successor():
         config = resolve_config(identify_run(config))
-        check_start(config, by_a_worker=True)
+        preflight(Facts(config, in_flow=True))
         trainers = await_plan(scheduler_address(), config).trainers if warms_model(config) else ()
         take_over()
         run = begin_attempt(config)

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sf_core.cli.duration import Estimate
 from sf_core.config import RunConfig
 from sf_core.models.pretrained.needed_weights import UnknownModelError
 from sf_core.pictures.sight import read_sight
@@ -24,16 +25,13 @@ from sf_core.scheduling.plan import (
     priority_of,
     trainer_order_key,
 )
-from sf_core.stages.preflight.disk import describe_lack
-from sf_core.stages.preflight.duration import Estimate
-from sf_core.stages.preflight.first_tasks import foresee
+from sf_core.stages.preflight.checks import describe_lack_of_disk, list_warnings, preflight
+from sf_core.stages.preflight.facts import SPLITS, Facts
 from sf_core.stages.preflight.sizes import (
     PolicySizes,
     bytes_of_two_workers,
-    check_memory,
     disk_bytes,
     explain_sizes,
-    warn_of_rates,
 )
 from sf_core.stages.preflight.start_folder import folder_to_start_from
 from sf_core.training.policy_folder import count_parameters, describe_policy, policy_folder
@@ -102,11 +100,11 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
     """The plan of a run on the workers of `scheduler`, else on those that the run would get.
 
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler."""
-    sizes = PolicySizes.of(config)
+    run_facts = Facts(config, splits=SPLITS)
     worker_bytes = bytes_of_two_workers(sizes)
-    workers = find_workers(config, scheduler, worker_bytes)
+    run_facts.workers = workers = find_workers(config, scheduler, worker_bytes)
     plan = make_plan(workers, config)
-    check_memory(sizes, workers)
+    preflight(run_facts)
     facts = [("pipeline", _pipeline(workers, plan, config)), ("lag bound", _lag(config))]
     folder = folder_to_start_from(config, by_a_worker=True) if config.policy.model else None
     if folder is not None:
@@ -121,8 +119,8 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
     if scheduler is None and (duration := Estimate(config, sizes).describe()):
         facts.append(("time", duration))
     facts += ((f"judge {name}", _judge(name, plan, config)) for name in config.environment.judges)
-    warned = (describe_lack(config, sizes), *foresee(config), *warn_of_rates(config, sizes))
-    facts += ((CONCERN, sentence) for sentence in warned if sentence)
+    lack = None if sizes is None else describe_lack_of_disk(config, sizes)
+    facts += ((CONCERN, sentence) for sentence in (lack, *list_warnings(run_facts)) if sentence)
     able = list_able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from sf_core.cli.arguments.services import check_services
 from sf_core.cli.command_lock import HeldError, lock_run
+from sf_core.cli.duration import Estimate
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.cli.rehearsal.check import check_first_task
-from sf_core.cli.runnable import check_surroundings
 from sf_core.cli.serving.greedy import LONGEST_S, ask_greedily, has_greedy_answers
 from sf_core.cli.stack.local import local_stack, name_started, start_services
 from sf_core.cli.stack.processes import Part
@@ -38,10 +38,9 @@ from sf_core.reports.view import RunView
 from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
-from sf_core.stages.preflight.disk import check_disk
-from sf_core.stages.preflight.duration import Estimate
-from sf_core.stages.preflight.first_tasks import check_held_out
-from sf_core.stages.preflight.sizes import PolicySizes, bytes_of_two_workers, check_memory, explain_sizes
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import SPLITS, Facts
+from sf_core.stages.preflight.sizes import bytes_of_two_workers, explain_sizes
 from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import new_run_id
 from sf_core.surroundings import (
@@ -97,21 +96,18 @@ def launch(
         scheduler = scheduler_of(config)
         if scheduler:
             await_plan(scheduler, config, report)
-        sizes = PolicySizes.of(config)
-        worker_bytes = bytes_of_two_workers(sizes)
-        workers = find_workers(config, worker_bytes=worker_bytes)
+        trains = flow == "train"
+        facts = Facts(config, splits=SPLITS if trains else ["holdout"], writes=trains, starts_services=True)
+        worker_bytes = bytes_of_two_workers(facts.sizes)
+        facts.workers = find_workers(config, worker_bytes=worker_bytes)
         if not scheduler:
-            make_plan(workers, config)
-        check_memory(sizes, workers)
-        if flow == "train":
-            check_disk(config, sizes)
-        check_held_out(config, is_trained=flow == "train")
-        explained = explain_sizes(config, sizes) if flow == "train" else {}
-        estimate = Estimate(config, sizes) if flow == "train" else None
+            make_plan(facts.workers, config)
+        preflight(facts)
+        explained = explain_sizes(config, facts.sizes) if trains else {}
+        estimate = Estimate(config, facts.sizes) if trains else None
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.local_dir)
-    check_surroundings(config)
     if rehearses:
         try:
             check_first_task(config, report)

@@ -309,7 +309,6 @@ def plan(
     """Show the planned work of each worker, and the memory and disk that the run needs. Starts nothing."""
     from sf_core.cli.arguments.services import check_scheduler
     from sf_core.cli.explain import explain_plan
-    from sf_core.stages.preflight.first_tasks import check_held_out
 
     settings = _config(config, overrides)
     check_scheduler(settings, scheduler)
@@ -332,10 +331,13 @@ def _read_stored(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
     """The configuration, after its environment, Python references, command and model folder were checked."""
-    from sf_core.cli.runnable import check_runnable
+    from sf_core.import_path import import_from
+    from sf_core.stages.preflight.checks import preflight
+    from sf_core.stages.preflight.facts import Facts
 
+    import_from([os.getcwd()])
     try:
-        check_runnable(config)
+        preflight(Facts(config))
     except (ValueError, OSError) as error:
         _fail(f"{source}: {error}")
     return config

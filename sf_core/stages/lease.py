@@ -31,7 +31,7 @@ from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.lending import work_left
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
-from sf_core.stages.preflight.judges import check_served
+from sf_core.stages.preflight.other_models import describe_incomplete
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.policy_folder import policy_folder
 from sf_core.training.registry import trainer_backend
@@ -118,7 +118,8 @@ def open_judges(environment: EnvironmentConfig, work: Work) -> Iterator[Judges |
     folders = {name: (judges[name], policy_folder(model)) for name, model in served.items()}
     # the folders may exist only on this worker
     for name, (_, folder) in folders.items():
-        check_served(folder, f"environment.judges.{name}.model")
+        if fault := describe_incomplete(folder, f"environment.judges.{name}.model"):
+            raise ValueError(fault)
     endpoints = {name: endpoint_of(name, judge) for name, judge in judges.items() if name not in served}
     with serve_judges(folders) as served_here:
         yield Judges(judges, endpoints | served_here)

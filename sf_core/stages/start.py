@@ -20,7 +20,7 @@ from sf_core.environments.environment import Environment
 from sf_core.environments.registry import environment_of
 from sf_core.models.adapter import list_linears, make_factors
 from sf_core.stages.commit import StageResult, commit
-from sf_core.stages.preflight.idle import check_reach
+from sf_core.stages.preflight.idle import describe_unreached
 from sf_core.stages.preflight.lora import TrainedAdapter, find_adapter
 from sf_core.stages.preflight.resolve import resolve, values_of
 from sf_core.stages.preflight.start_folder import start_fault
@@ -115,7 +115,8 @@ def _find_adapter(config: RunConfig, folder: str, *, warmed: bool) -> TrainedAda
         made = find_warmed(RunDirectory(config.run_dir).warmstart_dir)
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"adapter": made})})
     shape = read_model_config(folder)
-    check_reach(config, shape)
+    if fault := describe_unreached(config, shape):
+        raise ValueError(fault)
     trained = find_adapter(config, list_linears(shape))
     trained.check_merge(open_weights(folder)[0].entries)
     return trained

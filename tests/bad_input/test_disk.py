@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.config import RunConfig
 from sf_core.config.yaml_file import load_config
-from sf_core.stages.preflight.disk import check_disk, describe_lack
-from sf_core.stages.preflight.sizes import PolicySizes
+from sf_core.stages.preflight.checks import describe_lack_of_disk, preflight
+from sf_core.stages.preflight.facts import Facts
 from tests.bench.commands import sf
 from tests.bench.refusals import check_sentence, snapshot
 
@@ -18,9 +17,13 @@ from tests.bench.refusals import check_sentence, snapshot
 MANY = ("train.iterations=1000000", "train.keep_checkpoints=1000000", "train.checkpoint_every=1")
 
 
-def configured(root: str, *more: str) -> tuple[RunConfig, PolicySizes | None]:
-    config = load_config("quickstart", [f"storage.root={root}", "run_id=r", *more])
-    return config, PolicySizes.of(config)
+def facts_of(root: str, *more: str) -> Facts:
+    return Facts(load_config("quickstart", [f"storage.root={root}", "run_id=r", *more]), writes=True)
+
+
+def described(facts: Facts) -> str | None:
+    assert facts.sizes is not None
+    return describe_lack_of_disk(facts.config, facts.sizes)
 
 
 def test_a_run_that_the_disk_cannot_hold_is_refused_before_anything_starts(
@@ -45,17 +48,21 @@ def test_a_run_that_the_disk_cannot_hold_is_refused_before_anything_starts(
 
 
 def test_what_a_run_has_written_already_is_not_needed_again(tmp_path: Path) -> None:
-    config, sizes = configured(str(tmp_path), *MANY)
-    needed = describe_lack(config, sizes)
+    facts = facts_of(str(tmp_path), *MANY)
+    needed = described(facts)
     folder = tmp_path / "r" / "checkpoints"
     folder.mkdir(parents=True)
     _write_hole(folder / "rank-0", 10**9)
-    resumed = describe_lack(config, sizes)
-    assert " GB more for weights and checkpoints" in resumed and resumed != needed
+    resumed = described(facts)
+    assert resumed is not None and resumed != needed
+    assert " GB more for weights and checkpoints" in resumed
+    with pytest.raises(ValueError) as refused:
+        preflight(facts)
+    assert str(refused.value) == resumed
     # a file system may have a limit of 16 TB per file
     for rank in range(10):
         _write_hole(folder / f"rank-{rank}", 10**13)
-    check_disk(config, sizes)
+    preflight(facts)
 
 
 def _write_hole(file: Path, size: int) -> None:
@@ -66,14 +73,14 @@ def _write_hole(file: Path, size: int) -> None:
 
 @pytest.mark.parametrize("root", ["memory://runs", "file:///nowhere/at/all"])
 def test_what_cannot_be_measured_is_not_refused(root: str) -> None:
-    check_disk(*configured(root, *MANY))
+    preflight(facts_of(root, *MANY))
 
 
 def test_a_run_that_computes_nothing_is_not_refused(tmp_path: Path) -> None:
-    config, sizes = configured(str(tmp_path), "engine.kind=emulated", *MANY)
-    assert sizes is None
-    check_disk(config, sizes)
+    facts = facts_of(str(tmp_path), "engine.kind=emulated", *MANY)
+    assert facts.sizes is None
+    preflight(facts)
 
 
 def test_a_run_that_fits_is_not_refused(tmp_path: Path) -> None:
-    check_disk(*configured(str(tmp_path)))
+    preflight(facts_of(str(tmp_path)))

@@ -19,7 +19,8 @@ from sf_core.config import RunConfig
 from sf_core.engines.torch.cached_model import open_model
 from sf_core.stages.evaluate import open_evaluation, open_measurement
 from sf_core.stages.lease import open_judges
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.run import RunRef
 from sf_core.stages.start import start
 from sf_core.training.teacher_folder import find_teacher
@@ -119,14 +120,14 @@ def begin(tmp_path: Path, model: Path) -> None:
 
 def check_with(policy: dict[str, Any] | None = None, **sections: Any) -> Callable[[Path, Path], Any]:
     def check(tmp_path: Path, model: Path) -> None:
-        check_start(settings(tmp_path, policy={"model": str(model)} | (policy or {}), **sections))
+        preflight(Facts(settings(tmp_path, policy={"model": str(model)} | (policy or {}), **sections)))
 
     return check
 
 
 def judged(tmp_path: Path, model: Path) -> None:
     asked = {"judges": {"quality": {"model": str(model)}}, "reward": f"{__name__}:score"}
-    check_start(settings(tmp_path, environment=asked))
+    preflight(Facts(settings(tmp_path, environment=asked)))
 
 
 def judge_of_a_worker(tmp_path: Path, model: Path) -> None:
@@ -149,7 +150,9 @@ READERS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     "reference": ("policy.model: ", check_with(train={"loss": {"kl": {"coefficient": 0.1}}})),
     "teacher": (
         "train.teacher.model: ",
-        lambda tmp_path, model: check_start(settings(tmp_path, train={"teacher": {"model": str(model)}})),
+        lambda tmp_path, model: preflight(
+            Facts(settings(tmp_path, train={"teacher": {"model": str(model)}}))
+        ),
     ),
     "judge": ("environment.judges.quality.model: ", judged),
     "judge of a worker": ("environment.judges.quality.model: ", judge_of_a_worker),
@@ -195,11 +198,11 @@ def resume_with_reference(run: RunDirectory) -> None:
     stored = run.read_config(RunConfig)
     loss = {"kl": {"coefficient": 0.1, "renew_every": 2}}
     train = stored.train.model_dump(exclude_unset=True) | {"loss": loss}
-    check_start(RunConfig.model_validate(named(run).model_dump(exclude_unset=True) | {"train": train}))
+    preflight(Facts(RunConfig.model_validate(named(run).model_dump(exclude_unset=True) | {"train": train})))
 
 
 OF_A_RUN: dict[str, Callable[[RunDirectory], Any]] = {
-    "resume": lambda run: check_start(named(run)),
+    "resume": lambda run: preflight(Facts(named(run))),
     "reference": resume_with_reference,
     "serve": lambda run: open_stored(run.uri, 3),
     "evaluate": lambda run: open_evaluation(named(run)),
@@ -224,7 +227,7 @@ def test_a_run_does_not_go_on_from_a_start_that_lacks_weights(tmp_path: Path, fa
     damage, names = FAULTS[fault]
     damage(Path(run.start_dir))
     with refusals.clear_refusal(f"run {run.run_id}: ", run.start_dir, *names):
-        check_start(named(run))
+        preflight(Facts(named(run)))
 
 
 @pytest.mark.parametrize("read", ["trainer", "engine"])
@@ -255,7 +258,7 @@ def test_a_quantised_judge_is_compared_by_its_modules(tmp_path: Path, model: Pat
     found: list[str] = []
     for _ in range(2):
         try:
-            check_start(settings(tmp_path, environment=judged_settings))
+            preflight(Facts(settings(tmp_path, environment=judged_settings)))
         except (ValueError, OSError) as error:
             found.append(str(error))
         lose_layer(model)

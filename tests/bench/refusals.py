@@ -59,8 +59,10 @@ class Refusal:
         `sf plan`, and that nothing is written."""
         # they take long to import
         from sf_core.cli.explain import explain_plan
-        from sf_core.cli.runnable import check_runnable
         from sf_core.config.yaml_file import load_config
+        from sf_core.import_path import import_from
+        from sf_core.stages.preflight.checks import preflight
+        from sf_core.stages.preflight.facts import Facts
 
         options = [line.removeprefix("--set ") for line in self.given if line.startswith("--set ")]
         lines = [line for line in self.given if not line.startswith("--set ")]
@@ -71,7 +73,8 @@ class Refusal:
             # the checks import from the folder, and later tests do not
             patch.setattr(sys, "path", [*sys.path])
             config = load_config("run.yaml", options)
-            check_runnable(config)
+            import_from([str(folder)])
+            preflight(Facts(config))
             explain_plan(config)
         assert str(refused.value) == self.sentence, refused.value
         check_sentence(self.sentence)

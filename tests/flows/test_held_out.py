@@ -13,7 +13,8 @@ from flows.evaluate import evaluate
 from flows.train import train
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
-from sf_core.stages.preflight.first_tasks import check_held_out
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import SPLITS, Facts
 from sf_core.types import Task
 from sf_core.user_code import place_of
 from storage.run_directory import RunDirectory
@@ -71,23 +72,23 @@ def drawing(tasks: str, num_tasks: int) -> RunConfig:
 
 def test_few_tasks_are_asked_for_and_the_line_that_has_none_is_named() -> None:
     asked.clear()
-    check_held_out(drawing("three_tasks", 3))
+    preflight(Facts(drawing("three_tasks", 3), splits=SPLITS))
     with pytest.raises(
         ValueError, match=r"raised IndexError: list index out of range, .*test_held_out.py:\d+$"
     ):
-        check_held_out(drawing("three_tasks", 4))
+        preflight(Facts(drawing("three_tasks", 4), splits=SPLITS))
     assert asked == [("holdout", 2)] * 2 + [("train", 0)] * 2 + [("train", 1)] * 2 + [("holdout", 3)]
 
 
 def test_an_evaluation_asks_for_no_training_task() -> None:
     asked.clear()
-    check_held_out(drawing("three_tasks", 3), is_trained=False)
+    preflight(Facts(drawing("three_tasks", 3), splits=["holdout"]))
     assert asked == [("holdout", 2)] * 2
 
 
 def test_tasks_that_change_are_refused_with_the_function_and_what_differs() -> None:
     with pytest.raises(ValueError) as refused:
-        check_held_out(drawing("changing_tasks", 3))
+        preflight(Facts(drawing("changing_tasks", 3), splits=SPLITS))
     told = re.sub(r"'\d+'", "'N'", str(refused.value))
     changing = f"{__name__}:changing_tasks ({place_of(changing_tasks)})"
     assert told == (
@@ -98,7 +99,7 @@ def test_tasks_that_change_are_refused_with_the_function_and_what_differs() -> N
 
 def test_what_is_no_task_is_told_as_that() -> None:
     with pytest.raises(ValueError) as refused:
-        check_held_out(drawing("facts", 1))
+        preflight(Facts(drawing("facts", 1), splits=SPLITS))
     assert str(refused.value) == (
         f'environment.tasks: {__name__}:facts ({place_of(facts)}) called with ("holdout", 0) returned '
         "{'task_id': 'a'}, which is not a task: the function must return "
@@ -128,4 +129,4 @@ def test_a_stage_of_a_source_that_the_environment_lacks_is_refused(
 
 def test_a_stage_of_the_parts_that_there_are_is_taken() -> None:
     stages = [{"shares": {"calculator": 1}, "until": 2}, {"shares": {"calculator": 1, "spell_backward": 2}}]
-    check_held_out(validate_config({"rollout": {"curriculum": {"stages": stages}}}))
+    preflight(Facts(validate_config({"rollout": {"curriculum": {"stages": stages}}}), splits=SPLITS))

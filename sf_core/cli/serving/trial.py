@@ -34,7 +34,7 @@ from sf_core.config.failures import CODE_ERRORS
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.stages.lease import open_judges
-from sf_core.stages.preflight.first_tasks import check_task
+from sf_core.stages.preflight.first_tasks import task_fault
 from sf_core.surroundings import openai_key
 from sf_core.types import Endpoint, Task
 
@@ -110,7 +110,8 @@ def _task(config: RunConfig, split: str, index: int) -> Task:
         task = tasks(split, index)
     except (Exception, SystemExit) as error:
         raise PhaseError(f"tasks({split!r}, {index})", error, tasks) from error
-    check_task(config, split, index, "environment.tasks")
+    if fault := task_fault(config, split, index, "environment.tasks"):
+        raise ValueError(fault)
     return task
 
 

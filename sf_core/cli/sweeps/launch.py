@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -13,18 +14,18 @@ from rich.console import Console
 from sf_core.cli.arguments.services import check_services
 from sf_core.cli.command_lock import HeldError, hold_folder
 from sf_core.cli.live import LineProgress, NewLines
-from sf_core.cli.runnable import check_runnable, check_surroundings
 from sf_core.cli.stack.local import Services, local_stack, name_started, start_services
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import StackError, Supervisor
 from sf_core.cli.sweeps.show import print_sweep
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.import_path import python_module
+from sf_core.import_path import import_from, python_module
 from sf_core.scheduling.cluster import find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import make_plan
-from sf_core.stages.preflight.first_tasks import check_held_out
-from sf_core.stages.preflight.sizes import PolicySizes, bytes_of_two_workers, check_memory
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import SPLITS, Facts
+from sf_core.stages.preflight.sizes import PolicySizes, bytes_of_two_workers
 from sf_core.surroundings import (
     count_gpus,
     dataplane_url,
@@ -60,6 +61,7 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
     first = opened.configs[0]
     try:
         check_services(first)
+        preflight(Facts(first, starts_services=True))
     except ValueError as error:
         raise SweepError(str(error)) from None
     check_surroundings(first)
@@ -94,14 +96,13 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
 
 def check_config(config: RunConfig) -> None:
     """Raises ValueError or OSError, one sentence, if a run cannot begin here."""
-    check_runnable(config)
-    check_held_out(config)
-    sizes = PolicySizes.of(config)
-    workers = find_workers(config, worker_bytes=bytes_of_two_workers(sizes))
+    import_from([os.getcwd()])
+    facts = Facts(config, splits=SPLITS, starts_services=True)
+    preflight(facts)
+    facts.workers = find_workers(config, worker_bytes=bytes_of_two_workers(facts.sizes))
     if scheduler_of(config) is None:
-        make_plan(workers, config)
-    check_surroundings(config)
-    check_memory(sizes, workers)
+        make_plan(facts.workers, config)
+    preflight(facts)
 
 
 def _environment(configs: list[RunConfig]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from sf_core.models.adapter import find_unreached
 from sf_core.recipes.advantages import CustomAdvantage, Gae, RoleBaseline, Whitened
 from sf_core.recipes.losses import Clip, SequenceClip
 from sf_core.recipes.weights import EntropyConfidence, Surprising
+from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.preflight.stored_config import has_started
 from sf_core.types import Task
 
@@ -29,14 +30,13 @@ _ROUNDING = 1e-6
 """Clip range below which the rounding of float32 log-probs decides what is clipped."""
 
 
-def check_idle(config: RunConfig) -> None:
-    """Raises ValueError, one sentence, if a run that has not begun has a setting without any effect."""
-    if not has_started(config) and (found := _list_idle(config)):
-        raise ValueError(found[0])
+def idle_setting(config: RunConfig, facts: Facts) -> str | None:
+    """A setting without any effect, in a run that has not begun."""
+    return None if facts.has_started else next(iter(_list_idle(config)), None)
 
 
-def foresee_idle(config: RunConfig, tasks: Sequence[Task] = ()) -> list[str]:
-    """What is told of the settings and of the first training tasks of a run, as sentences."""
+def warn_of_idle(config: RunConfig, tasks: Sequence[Task] = ()) -> list[str]:
+    """Warnings of the settings and of the first training tasks of a run, as sentences."""
     found = [sentence.format(c=config) for is_so, sentence in _TOLD if is_so(config)]
     prompts = Counter(task.prompt for task in tasks if task.prompt)
     for prompt, number in prompts.most_common(1):
@@ -49,19 +49,20 @@ def foresee_idle(config: RunConfig, tasks: Sequence[Task] = ()) -> list[str]:
     return (_list_idle(config) if has_started(config) else []) + found
 
 
-def check_reach(config: RunConfig, shape: Mapping[str, Any]) -> None:
-    """Raises ValueError, one sentence, if an adapter of all layers would leave weights of the blocks of a
-    model of this shape without factors, as those of experts are, which are no linear layers."""
+def describe_unreached(config: RunConfig, shape: Mapping[str, Any]) -> str | None:
+    """One sentence, if an adapter of all layers would leave many weights in the blocks of a model of this
+    shape without factors. The weights of experts, for example, are no linear layers."""
     lora = config.train.lora
     if lora is None or lora.targets is not None or config.policy.adapter is not None:
-        return
+        return None
     share, names = find_unreached(shape)
-    if share > LARGEST_UNREACHED:
-        raise ValueError(
-            f"train.lora trains linear layers only, and {share:.0%} of the weights in the blocks of a "
-            f"{shape['model_type']} model are in none of them ({', '.join(names[:3])}): name the layers to "
-            "train in train.lora.targets, or leave train.lora out to train all weights"
-        )
+    if share <= LARGEST_UNREACHED:
+        return None
+    return (
+        f"train.lora trains linear layers only, and {share:.0%} of the weights in the blocks of a "
+        f"{shape['model_type']} model are in none of them ({', '.join(names[:3])}): name the layers to "
+        "train in train.lora.targets, or leave train.lora out to train all weights"
+    )
 
 
 def _list_idle(config: RunConfig) -> list[str]:

@@ -1,17 +1,14 @@
-"""Whether a run can train an adapter, and which one: by its settings, or by the folder that they name."""
+"""The adapter that a run trains: by its settings, or by the folder that they name."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.config.pipelines import PIPELINES
 from sf_core.config.train_config import LARGEST_RANK, LoraConfig
-from sf_core.engines.registry import engine_kind
 from sf_core.models.adapter import (
     Adapter,
     read_adapter,
@@ -65,56 +62,6 @@ class TrainedAdapter:
         return (
             f"{self.parameters:,} parameters are trained, factors of rank {adapter.rank} "
             f"(alpha {adapter.alpha:g}) of {', '.join(adapter.targets)}; {made}"
-        )
-
-
-def check_lora(config: RunConfig) -> None:
-    """Raises ValueError, one sentence, if other settings do not go with `train.lora`, or with its absence."""
-    train = config.train
-    engine = config.engine
-    if train.lora is None:
-        if config.policy.adapter is not None:
-            raise ValueError(
-                "policy.adapter needs `train.lora`: add `lora: {}` to the section train, or leave "
-                "policy.adapter out"
-            )
-        return
-    if (backend := train.backend or engine_kind(config).trainer) != "torch":
-        raise ValueError(
-            f"train.lora: only train.backend torch trains an adapter, not {backend}; leave one of the two out"
-        )
-    if train.critic is not None:
-        raise ValueError(
-            "train.lora trains only the adapter's factors, but train.critic is a whole network: leave one "
-            "of the two out"
-        )
-    if engine.kind != "vllm":
-        return
-    if engine.kv_on_update == "keep":
-        raise ValueError(
-            "engine.kv_on_update: keep cannot be combined with train.lora and engine.kind: vllm, which "
-            "keeps a separate KV cache per adapter version: leave engine.kv_on_update out"
-        )
-    if PIPELINES[config.pipeline].lent:
-        raise ValueError(
-            f"pipeline {config.pipeline} lends trainers to rollout, but with train.lora a trainer cannot "
-            "be lent to engine.kind vllm: use pipeline async, or engine.kind torch"
-        )
-
-
-def check_peft(shape: Mapping[str, Any]) -> None:
-    """Raises ValueError, one sentence, if only PEFT could train an adapter of a model of this shape, which is
-    named as in Hugging Face's config.json, and this Python does not have it."""
-    from transformers import AutoConfig
-
-    from sf_core.models.decoder import decoder_spec
-    from sf_core.models.language import language_model
-
-    _, config = language_model(AutoConfig.for_model(**shape))
-    if find_spec("peft") is None and decoder_spec(config, 1) is None:
-        raise ValueError(
-            f"train.lora with a model of model_type {shape['model_type']} needs PEFT, which this Python does "
-            "not have: it comes with the extra [lora] of seamlessflow"
         )
 
 

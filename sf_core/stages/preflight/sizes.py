@@ -1,8 +1,8 @@
-"""What a policy takes of the memory of devices and of the storage, and whether it fits."""
+"""What a policy takes of the memory of devices and of the storage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -12,7 +12,6 @@ from sf_core.config.train_config import CHECKPOINT_BYTES, DEFAULT_PASS_TOKENS
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, built_in_parameters, cache_bytes
 from sf_core.pictures.sight import KEPT_BYTES, SEEING
-from sf_core.scheduling.plan import Worker
 from sf_core.stages.preflight.lora import TrainedAdapter
 from sf_core.stages.preflight.resolve import (
     Resolved,
@@ -54,7 +53,7 @@ _TOO_FAST = 10
 
 _SMALL_WIDTH = 1024
 
-_SURE_PART = 0.7
+SURE_PART = 0.7
 """Part of the estimate of activations that is certain: of Qwen3-8B it is a third above what was counted."""
 
 _KEPT_WIDTHS = {"float32": (10.0, 4.6), "bfloat16": (16.0, 4.6)}
@@ -258,40 +257,6 @@ def bytes_of_two_workers(sizes: PolicySizes | None) -> int:
     if sizes is None:
         return 0
     return _PROCESSES_BYTES + sizes.weights + sizes.cache + sizes.peak()
-
-
-def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
-    """Raises ValueError if one of these workers has less memory than its engine, or its part of the training,
-    would take."""
-    if sizes is None:
-        return
-    engine = sizes.config.engine
-    train = sizes.config.train
-    for worker in workers:
-        if worker.memory is None:
-            continue
-        has = f"worker {worker.name} has {gb(worker.memory)} of memory"
-        if "rollout" in worker.tags and sizes.weights + sizes.cache > worker.memory:
-            raise ValueError(
-                f"{has}, but its engine needs {gb(sizes.weights)} for the policy's weights and "
-                f"{gb(sizes.cache)} for the KV cache of {engine.max_running} requests (engine.max_running) "
-                f"of {engine.context} tokens (engine.context_length): lower engine.max_running or "
-                "engine.context_length"
-            )
-        if "train" in worker.tags and sizes.rank > worker.memory:
-            raise ValueError(
-                f"{has}, but each of {train.workers} ranks needs {gb(sizes.rank)} for {sizes.held}: raise "
-                "train.workers, or give the tag train to larger workers"
-            )
-        if "train" in worker.tags and sizes.peak(_SURE_PART) > worker.memory:
-            recompute = "" if train.recompute else "set train.recompute to true, or "
-            raise ValueError(
-                f"{has}, but each of {train.workers} ranks needs {gb(sizes.rank)} for {sizes.held}, and "
-                f"about {gb(sizes.peak() - sizes.rank)} for activations and intermediate gradients with "
-                "train.recompute "
-                f"{str(train.recompute).lower()}: {recompute}lower train.tokens_per_microbatch "
-                f"({train.pass_tokens})"
-            )
 
 
 def warn_of_rates(config: RunConfig, sizes: PolicySizes | None) -> list[str]:

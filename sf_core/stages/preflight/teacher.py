@@ -1,4 +1,4 @@
-"""Whether a run can be taught by the teacher that its settings name, and what the teacher takes."""
+"""The teacher that the settings of a run name, and what it takes."""
 
 from __future__ import annotations
 
@@ -6,70 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES
 from sf_core.models.context import longest_context
-from sf_core.pictures.sight import read_sight
 from sf_core.training import teacher_folder as folders
 from sf_core.training.policy_folder import count_parameters, count_tower, read_model_config
 from sf_core.training.teacher_folder import SETTING, TeacherFolder
-
-
-def check_teacher(config: RunConfig, by_a_worker: bool) -> None:
-    """Raises ValueError, one sentence, if the trainer cannot hold the teacher, the teacher is not there, or
-    sequences may be longer than it is for. `by_a_worker`: its folder may exist only on a worker."""
-    if config.train.teacher is None:
-        return
-    if (backend := config.train.backend or engine_kind(config).trainer) != "torch":
-        raise ValueError(
-            f"train.teacher: only train.backend torch learns from a teacher, not {backend}; leave one of the "
-            "two out"
-        )
-    find_here(config, by_a_worker)
-    positions = teacher_context(config)
-    context = config.engine.context_length
-    if context is None and config.policy.model is None:
-        context = config.engine.context
-    if positions is not None and context is not None and context > positions:
-        raise ValueError(
-            f"engine.context_length is {context}, but the teacher of train.teacher supports at most "
-            f"{positions} tokens: lower engine.context_length, or use a teacher with a longer context"
-        )
-
-
-def check_tokens(config: RunConfig, policy: str | None, by_a_worker: bool) -> None:
-    """Raises ValueError, one sentence that names the first difference, if a token of the policy is another
-    one to the teacher. `policy`: the folder of the model; None: the built-in policy."""
-    teacher = config.train.teacher
-    found = find_here(config, by_a_worker)
-    sees = config.policy.sees if policy is None else read_sight(policy) is not None
-    if sees and teacher is not None and teacher.url is not None:
-        raise ValueError(
-            "train.teacher.url: a server receives token ids only, but the policy sees pictures: remove "
-            f"the URL, and set {SETTING} to the folder of the teacher"
-        )
-    if sees and found is not None and read_sight(found.source) is None:
-        raise ValueError(
-            f"{SETTING}: {found.source} does not see pictures, but the policy does: use a teacher that "
-            "sees pictures"
-        )
-    folder = None if found is None else found.source
-    setting = SETTING
-    if teacher is not None and teacher.tokenizer is not None:
-        folder = teacher.tokenizer
-        setting = "train.teacher.tokenizer"
-    if folder is None:
-        return
-    if policy is None:
-        # transformers is imported for it
-        from sf_core.models.builtin import make_tokenizer
-
-        tokenizer = make_tokenizer(config.policy.sees).backend_tokenizer
-        rows = None
-    else:
-        tokenizer = folders.read_tokenizer(policy, "policy.model")
-        rows = folders.count_rows(policy)
-    folders.check_vocabulary(tokenizer, rows or tokenizer.get_vocab_size(), folder, setting)
 
 
 def find_here(config: RunConfig, by_a_worker: bool = True) -> TeacherFolder | None:

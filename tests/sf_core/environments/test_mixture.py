@@ -30,8 +30,8 @@ from sf_core.environments.registry import (
 )
 from sf_core.environments.splits import Split
 from sf_core.environments.testing import EnvironmentTests
-from sf_core.stages.preflight.first_tasks import check_held_out
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import SPLITS, Facts
 from sf_core.types import Endpoint, Task
 from sf_core.user_code import place_of
 
@@ -238,7 +238,7 @@ def test_parts_without_demonstrations_cannot_warm_start_a_policy() -> None:
     with pytest.raises(
         ValueError, match=r"^policy\.warmstart: the environment mixture has no demonstrations"
     ):
-        check_start(RunConfig(environment=config))
+        preflight(Facts(RunConfig(environment=config)))
 
 
 def test_a_host_must_do_what_every_part_needs() -> None:
@@ -313,9 +313,9 @@ def test_stages_share_out_the_parts_and_no_others() -> None:
         rollout = {"curriculum": {"stages": [{"shares": shares}]}}
         return validate_config({"environment": environment, "rollout": rollout})
 
-    check_held_out(config(words=1, own=2))
+    preflight(Facts(config(words=1, own=2), splits=SPLITS))
     with pytest.raises(ValueError) as refused:
-        check_held_out(config(calculator=1))
+        preflight(Facts(config(calculator=1), splits=SPLITS))
     assert str(refused.value) == (
         "rollout.curriculum.stages: mixture lacks calculator; its parts are words, own"
     )

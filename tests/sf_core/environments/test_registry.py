@@ -29,7 +29,8 @@ from sf_core.environments.splits import Split
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.import_path import NAMES
 from sf_core.settings import Settings
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from sf_core.types import Endpoint, Task
 from tests.bench.refusals import check_sentence
 
@@ -199,12 +200,12 @@ def test_what_has_no_demonstrations_cannot_warm_start_a_policy() -> None:
     assert not Sums().has_demonstrations and Shown().has_demonstrations
     environment = named(Sums).model_dump()
     with pytest.raises(ValueError) as refused:
-        check_start(RunConfig.model_validate({"environment": environment}))
+        preflight(Facts(RunConfig.model_validate({"environment": environment})))
     assert str(refused.value).startswith(f"policy.warmstart: the environment {__name__}:Sums has no demons")
     assert "set policy.warmstart to null" in str(refused.value)
     for warmstart in (None, {"steps": 0}):
         policy = {"warmstart": warmstart}
-        check_start(RunConfig.model_validate({"environment": environment, "policy": policy}))
+        preflight(Facts(RunConfig.model_validate({"environment": environment, "policy": policy})))
 
 
 def run_python(path: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

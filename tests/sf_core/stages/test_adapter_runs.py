@@ -29,8 +29,9 @@ from sf_core.reports.view import RunView
 from sf_core.stages import evaluate
 from sf_core.stages.evaluate import open_evaluation, open_measurement
 from sf_core.stages.finish import export_policy
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.preflight.resolve import read_with_derived
-from sf_core.stages.preflight.start_folder import check_start
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.start import start
 from sf_core.stages.warmstart import configure_warmstart
@@ -289,7 +290,7 @@ def test_the_trained_policy_is_a_model_like_any_other(
     export(run)
     before = refusals.snapshot(Path(run.policy_dir))
     following = begin(tmp_path, "next", policy={"model": run.policy_dir}, train=again)
-    check_start(following.read_config(RunConfig))
+    preflight(Facts(following.read_config(RunConfig)))
     started(following)
     assert following.version_dir(0) == (following.start_adapter_dir if again else following.start_dir)
     assert not again or read_adapter(following.start_adapter_dir).rank == 1
@@ -315,7 +316,7 @@ def test_a_version_of_an_adapter_is_measured_with_its_policy(tmp_path: Path, pol
         measured = measurement.directory
         measurement.begin()
         assert measured.read_config(RunConfig) == config and config.train.lora is not None
-        check_start(config)
+        preflight(Facts(config))
         folder = measured.version_dir(0)
         assert folder == measured.start_adapter_dir and read_adapter(folder) == adapter
         factors = load_weights(folder)

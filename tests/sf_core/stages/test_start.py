@@ -23,8 +23,8 @@ from sf_core.models.builtin import make_policy
 from sf_core.models.cache_size import cache_bytes
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.finish import export_policy
-from sf_core.stages.preflight.sizes import PolicySizes, check_memory
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.start import _recipe_files, start
 from sf_core.training.warmstart import warmstart
@@ -128,7 +128,7 @@ def test_a_run_does_not_go_on_from_a_start_folder_that_was_changed(tmp_path: Pat
 def test_an_engine_that_computes_nothing_goes_with_any_context_and_trainer() -> None:
     emulated = {"kind": "emulated", "context_length": 4096}
     for train in ({}, {"backend": "emulated"}):
-        check_start(RunConfig.model_validate({"train": train, "engine": emulated}))
+        preflight(Facts(RunConfig.model_validate({"train": train, "engine": emulated})))
 
 
 WITHOUT = [
@@ -144,7 +144,7 @@ def test_a_model_that_cannot_be_talked_to_is_refused_before_anything_starts(
     (policy_copy / file).unlink()
     run = RunDirectory(str(tmp_path / "r"))
     config = started.from_model(run, policy_copy)
-    for refuse in (lambda: check_start(config), lambda: check_start(config, by_a_worker=True)):
+    for refuse in (lambda: preflight(Facts(config)), lambda: preflight(Facts(config, in_flow=True))):
         with bench.refusals.clear_refusal(f"policy.model: {policy_copy}: {sentence}"):
             refuse()
     with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -155,13 +155,14 @@ def test_a_model_that_cannot_be_talked_to_is_refused_before_anything_starts(
 def test_a_broken_tokenizer_is_refused_in_one_sentence(tmp_path: Path, policy_copy: Path) -> None:
     (policy_copy / "tokenizer.json").write_text("{}", encoding="utf-8")
     with bench.refusals.clear_refusal(f"policy.model: {policy_copy}: tokenizer or template is broken: "):
-        check_start(started.from_model(RunDirectory(str(tmp_path / "r")), policy_copy))
+        preflight(Facts(started.from_model(RunDirectory(str(tmp_path / "r")), policy_copy)))
 
 
 def test_a_folder_that_only_a_worker_has_is_left_to_it(tmp_path: Path) -> None:
     config = started.from_model(RunDirectory(str(tmp_path / "r")), Path("/nowhere"))
-    check_start(config, by_a_worker=True)
-    check_memory(PolicySizes.of(config), [Worker("r0", frozenset({"rollout"}), memory=1)])
+    facts = Facts(config, in_flow=True)
+    facts.workers = [Worker("r0", frozenset({"rollout"}), memory=1)]
+    preflight(facts)
 
 
 def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(
@@ -171,7 +172,7 @@ def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(
     config = started.from_model(run, policy_copy)
     started.started(run)
     shutil.rmtree(policy_copy)
-    check_start(config)
+    preflight(Facts(config))
     assert started.started(run)["source"] == str(policy_copy)
 
 
@@ -188,11 +189,11 @@ def test_a_run_that_copied_a_broken_folder_goes_on_once_the_folder_is_mended(
     runs.commit(run, None, "start", outputs=copies, data={"source": str(policy_copy)})
     # as long as it is not mended, it is said what is wrong with it
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        check_start(config)
+        preflight(Facts(config))
     with pytest.raises(ValueError, match=re.escape(sentence)):
         started.started(run)
     (policy_copy / file).write_bytes(missing)
-    check_start(config)
+    preflight(Facts(config))
     started.started(run)
     open_renderer(run.start_dir)
     assert sorted(path.name for path in Path(run.start_dir).iterdir()) == sorted(
@@ -207,11 +208,11 @@ def test_an_architecture_that_the_trainers_do_not_know_is_refused_before_the_sta
     tmp_path: Path, policy_copy: Path
 ) -> None:
     config = started.from_model(RunDirectory(str(tmp_path / "r")), policy_copy, train={"backend": "megatron"})
-    check_start(config)
+    preflight(Facts(config))
     shape = json.loads((policy_copy / "config.json").read_text(encoding="utf-8"))
     (policy_copy / "config.json").write_text(json.dumps(shape | {"model_type": "mistral"}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"model_type is mistral: use train\.backend torch"):
-        check_start(config)
+        preflight(Facts(config))
 
 
 def test_heads_of_which_vllm_on_the_cpu_knows_none_are_refused_before_the_start(
@@ -226,10 +227,10 @@ def test_heads_of_which_vllm_on_the_cpu_knows_none_are_refused_before_the_start(
         return started.from_model(RunDirectory(str(tmp_path / "r")), policy_copy, engine=engine)
 
     with bench.refusals.clear_refusal("a width of 16 (head_dim)", "32, 64, 80,", "use engine.kind torch"):
-        check_start(config(kind="vllm"))
-    check_start(config(kind="torch"))
+        preflight(Facts(config(kind="vllm")))
+    preflight(Facts(config(kind="torch")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    check_start(config(kind="vllm"))
+    preflight(Facts(config(kind="vllm")))
 
 
 def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
@@ -242,14 +243,14 @@ def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
         json.dumps(shape | {"max_position_embeddings": 1024}), encoding="utf-8"
     )
     with pytest.raises(ValueError, match=r"is 2048, but the model \(qwen3\) supports at most 1024 tokens"):
-        check_start(config)
+        preflight(Facts(config))
     (policy_copy / "config.json").write_text(
         json.dumps(shape | {"max_position_embeddings": 2048}), encoding="utf-8"
     )
-    check_start(config)
+    preflight(Facts(config))
     (policy_copy / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json cannot be read: "):
-        check_start(config)
+        preflight(Facts(config))
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

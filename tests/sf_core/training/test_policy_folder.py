@@ -21,7 +21,8 @@ from transformers.models.auto.modeling_auto import (
 
 from sf_core.cli.explain import explain_plan
 from sf_core.dataplane.chat.renderer import open_renderer
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy, read_model_config
 from storage.run_directory import RunDirectory
 from tests.bench import started
@@ -142,7 +143,7 @@ def test_a_folder_that_cannot_be_trained_is_refused_in_one_sentence(
     make(policy_copy)
     run = RunDirectory(str(tmp_path / "r"))
     config = started.from_model(run, policy_copy)
-    refuse = {"plan": lambda: explain_plan(config), "check": lambda: check_start(config)}
+    refuse = {"plan": lambda: explain_plan(config), "check": lambda: preflight(Facts(config))}
     with pytest.raises(ValueError) as refused:
         refuse.get(place, lambda: started.started(run))()
     check_sentence(str(refused.value), "policy.model: ", str(policy_copy), sentence)

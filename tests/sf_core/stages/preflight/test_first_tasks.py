@@ -6,7 +6,7 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import builtin_configs, load_config
-from sf_core.stages.preflight.first_tasks import foresee
+from sf_core.stages.preflight.first_tasks import predict_warnings
 from sf_core.types import Task
 
 
@@ -22,7 +22,7 @@ def apart(split: str, index: int) -> Task:
 def test_held_out_tasks_that_are_trained_on_are_told_before_the_run() -> None:
     def told(tasks: str, num_tasks: int = 40) -> list[str]:
         sections = {"environment": {"tasks": f"{__name__}:{tasks}"}, "evaluate": {"num_tasks": num_tasks}}
-        return foresee(RunConfig.model_validate(sections))
+        return predict_warnings(RunConfig.model_validate(sections))
 
     [sentence] = told("leaking")
     assert sentence.startswith(
@@ -35,4 +35,4 @@ def test_held_out_tasks_that_are_trained_on_are_told_before_the_run() -> None:
 
 @pytest.mark.parametrize("name", builtin_configs())
 def test_configurations_that_are_shipped_keep_their_splits_apart(name: str) -> None:
-    assert foresee(load_config(name)) == []
+    assert predict_warnings(load_config(name)) == []

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
 from sf_core.models.adapter import find_unreached, list_linears
-from sf_core.stages.preflight.first_tasks import foresee
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
+from sf_core.stages.preflight.first_tasks import predict_warnings
 from sf_core.training.policy_folder import read_model_config
 from sf_core.types import Task
 from tests.bench import engines, refusals
@@ -35,8 +36,8 @@ def kl(**settings: Any) -> dict[str, Any]:
 )
 def test_settings_with_an_effect_are_not(sections: dict[str, Any]) -> None:
     config = RunConfig.model_validate(sections)
-    check_start(config)
-    assert foresee(config) == []
+    preflight(Facts(config))
+    assert predict_warnings(config) == []
 
 
 def test_a_run_that_began_before_a_rule_goes_on_and_is_told(tmp_path: Path) -> None:
@@ -45,8 +46,8 @@ def test_a_run_that_began_before_a_rule_goes_on_and_is_told(tmp_path: Path) -> N
     before = RunConfig.model_validate(stored | {"run_id": run.run_id, "train": kl(estimator="k1")["train"]})
     run.write_config(before)
     assert run.read_config(RunConfig).train.loss.kl is not None
-    check_start(before)
-    assert [sentence for sentence in foresee(before) if "estimator k1" in sentence]
+    preflight(Facts(before))
+    assert [sentence for sentence in predict_warnings(before) if "estimator k1" in sentence]
 
 
 TOLD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -77,8 +78,8 @@ TOLD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_settings_that_hardly_train_are_told(case: str) -> None:
     sections, names = TOLD[case]
     config = RunConfig.model_validate(sections)
-    check_start(config)
-    [sentence] = foresee(config)
+    preflight(Facts(config))
+    [sentence] = predict_warnings(config)
     refusals.check_sentence(sentence, *names)
 
 
@@ -92,7 +93,7 @@ def test_settings_that_hardly_train_are_told(case: str) -> None:
     ],
 )
 def test_others_are_not_told(sections: dict[str, Any]) -> None:
-    assert foresee(RunConfig.model_validate(sections)) == []
+    assert predict_warnings(RunConfig.model_validate(sections)) == []
 
 
 def one_question(split: str, index: int) -> Task:
@@ -115,7 +116,7 @@ def without_prompt(split: str, index: int) -> Task:
 @pytest.mark.parametrize(("tasks", "number"), [(one_question, 256), (half_a_question, 128)])
 def test_equal_training_prompts_are_told(tasks: Any, number: int) -> None:
     named = {"environment": {"tasks": f"{__name__}:{tasks.__name__}"}}
-    [sentence] = foresee(RunConfig.model_validate(named))
+    [sentence] = predict_warnings(RunConfig.model_validate(named))
     told = f"{number} of the first 256 training tasks have the same prompt, 'What is 2+3?', so"
     refusals.check_sentence(sentence, told)
 
@@ -123,7 +124,7 @@ def test_equal_training_prompts_are_told(tasks: Any, number: int) -> None:
 @pytest.mark.parametrize("tasks", [some_questions, without_prompt])
 def test_prompts_of_which_fewer_are_equal_are_not_told(tasks: Any) -> None:
     named = {"environment": {"tasks": f"{__name__}:{tasks.__name__}"}}
-    assert foresee(RunConfig.model_validate(named)) == []
+    assert predict_warnings(RunConfig.model_validate(named)) == []
 
 
 @pytest.fixture
@@ -152,11 +153,11 @@ def test_an_adapter_that_would_leave_experts_out_is_refused_with_their_share(fol
         f"{share:.0%} of the weights in the blocks of a {kind} model",
         "name the layers to train in train.lora.targets",
     ):
-        check_start(config)
+        preflight(Facts(config))
     target = next(name.rpartition(".")[2] for name in list_linears(shape))
-    check_start(adapted(folder, kind, targets=[target]))
+    preflight(Facts(adapted(folder, kind, targets=[target])))
 
 
 @pytest.mark.parametrize("kind", sorted(engines.families.DENSE.keys() - {"mamba"}))
 def test_an_adapter_of_a_dense_model_reaches_all_of_it(folder: Path, kind: str) -> None:
-    check_start(adapted(folder, kind))
+    preflight(Facts(adapted(folder, kind)))

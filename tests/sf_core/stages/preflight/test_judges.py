@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from sf_core.types import Task
 from sf_core.user_code import place_of
 from tests.bench.commands import sf
@@ -42,7 +43,7 @@ def judged(judges: dict[str, Any], **functions: Any) -> RunConfig:
 
 def refusal(config: RunConfig) -> str:
     with pytest.raises((ValueError, OSError)) as refused:
-        check_start(config)
+        preflight(Facts(config))
     return str(refused.value)
 
 
@@ -56,11 +57,11 @@ def refusal(config: RunConfig) -> str:
     ],
 )
 def test_judges_that_one_function_asks_are_taken(functions: dict[str, Any]) -> None:
-    check_start(judged(AT_URL, **functions))
+    preflight(Facts(judged(AT_URL, **functions)))
 
 
 def test_a_function_that_may_ask_judges_can_do_without() -> None:
-    check_start(judged({}, reward=may_ask, group_reward=may_ask_of_all))
+    preflight(Facts(judged({}, reward=may_ask, group_reward=may_ask_of_all)))
 
 
 def test_judges_that_nobody_asks_are_refused() -> None:
@@ -91,7 +92,7 @@ def test_a_judge_to_serve_needs_vllm(monkeypatch: pytest.MonkeyPatch, small_poli
     )
     # workers elsewhere have their own
     elsewhere = judged(served, reward=asks).model_dump() | {"cluster": {"scheduler": "tcp://127.0.0.1:1"}}
-    check_start(RunConfig.model_validate(elsewhere))
+    preflight(Facts(RunConfig.model_validate(elsewhere)))
 
 
 def name_vllm(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str) -> None:
@@ -116,7 +117,7 @@ def test_a_judge_on_the_cpu_needs_the_cpu_build(
         return RunConfig.model_validate(config)
 
     check_sentence(refusal(on("cpu")), "has vLLM for GPUs (vllm-0.32.0)", "cluster.workers.NAME.device")
-    check_start(on("cuda:0"))
+    preflight(Facts(on("cuda:0")))
 
 
 def test_a_judge_that_is_not_there_or_has_no_template_is_refused(tmp_path: Path, small_policy: str) -> None:

@@ -18,7 +18,8 @@ from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.models.builtin import make_policy
 from sf_core.stages.preflight import lora
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import RunRef
 from sf_core.stages.start import start
@@ -57,7 +58,7 @@ def tuned(tmp_path: Path, small_policy: str) -> Path:
     ],
 )
 def test_settings_that_go_with_an_adapter_are_taken(settings: dict[str, Any]) -> None:
-    check_start(RunConfig.model_validate(settings))
+    preflight(Facts(RunConfig.model_validate(settings)))
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -201,12 +202,12 @@ def test_settings_that_are_those_of_the_adapter_are_taken(
     small_policy: str, tuned: Path, lora: dict[str, Any]
 ) -> None:
     policy = {"model": small_policy, "adapter": str(tuned)}
-    check_start(RunConfig.model_validate({"policy": policy, "train": {"lora": lora}}))
+    preflight(Facts(RunConfig.model_validate({"policy": policy, "train": {"lora": lora}})))
 
 
 def test_an_adapter_that_only_a_worker_has_is_left_to_it(small_policy: str) -> None:
     policy = {"model": small_policy, "adapter": "/nowhere"}
-    check_start(RunConfig.model_validate(LORA | {"policy": policy}), by_a_worker=True)
+    preflight(Facts(RunConfig.model_validate(LORA | {"policy": policy}), in_flow=True))
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
@@ -250,7 +251,7 @@ def resumed(tmp_path: Path, before: Any, after: Any) -> RunConfig:
     run.write_config(configured(before))
     start(RunRef("r", run.uri, dataplane_url="", attempt=1))
     bench.runs.commit(run, 0, "rollout", data={})
-    check_start(configured(after))
+    preflight(Facts(configured(after)))
     return resolve_config(configured(after), lambda _: None)
 
 
@@ -293,7 +294,7 @@ def test_models_without_a_lean_decoder_need_peft(
         size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape, **size)).save_pretrained(policy_copy)
     config = LORA | {"policy": {"model": str(policy_copy)}}
-    check_start(RunConfig.model_validate(config))
+    preflight(Facts(RunConfig.model_validate(config)))
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
     with refusals.clear_refusal(sentence) if sentence else nullcontext():
-        check_start(RunConfig.model_validate(config))
+        preflight(Facts(RunConfig.model_validate(config)))

@@ -12,7 +12,8 @@ import pytest
 from sf_core.config import RunConfig
 from sf_core.engines.vllm import limits
 from sf_core.pictures.sight import PROCESSOR
-from sf_core.stages.preflight.start_folder import check_start
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
 from tests.bench.refusals import clear_refusal
 
 
@@ -28,14 +29,14 @@ def configured(**sections: Any) -> RunConfig:
 
 def test_a_folder_tells_itself_that_its_policy_sees(small_seeing_policy: str) -> None:
     policy = {"model": small_seeing_policy}
-    check_start(configured(policy=policy, rollout={"max_picture_tokens": 64}))
+    preflight(Facts(configured(policy=policy, rollout={"max_picture_tokens": 64})))
 
 
 def test_a_folder_whose_processor_is_missing_is_refused(small_seeing_policy: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(small_seeing_policy, tmp_path / "sees"))
     (folder / PROCESSOR).unlink()
     with clear_refusal("policy.model: ", str(folder), PROCESSOR, "save_pretrained(folder)"):
-        check_start(configured(policy={"model": str(folder)}))
+        preflight(Facts(configured(policy={"model": str(folder)})))
 
 
 def test_heads_of_the_language_part_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

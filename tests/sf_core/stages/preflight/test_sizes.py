@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.preflight.sizes import PolicySizes, check_memory, explain_sizes
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
+from sf_core.stages.preflight.sizes import PolicySizes, explain_sizes
 from sf_core.stages.start import start_adapter
 from sf_core.training.packing.rows import SAMPLING, Row
 from sf_core.training.packing.rules import Packing, pack
@@ -36,7 +38,9 @@ TRAIN = frozenset({"train"})
 
 
 def check(config: RunConfig, workers: list[Worker]) -> None:
-    check_memory(PolicySizes.of(config), workers)
+    facts = Facts(config)
+    facts.workers = workers
+    preflight(facts)
 
 
 def explained(config: RunConfig) -> dict[str, str]:
@@ -210,10 +214,7 @@ def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(small_pol
     needed = sizes.weights + sizes.cache
     check(config, [Worker("r0", ROLLOUT, memory=needed), Worker("r1", ROLLOUT)])
     enough = sizes.peak()
-    check_memory(
-        PolicySizes.of(config),
-        [Worker("t0", TRAIN, memory=enough), Worker("a0", frozenset({"agent"}), memory=1)],
-    )
+    check(config, [Worker("t0", TRAIN, memory=enough), Worker("a0", frozenset({"agent"}), memory=1)])
     with refusals.clear_refusal(
         "64 requests (engine.max_running)", "100 tokens (engine.context_length)", "worker r1"
     ):

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 from sf_core.config import RunConfig
 from sf_core.models.builtin import make_tokenizer
 from sf_core.scheduling.plan import Worker
+from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.facts import Facts
+from sf_core.stages.preflight.other_models import vocabulary_fault
 from sf_core.stages.preflight.resolve import resolve
-from sf_core.stages.preflight.sizes import PolicySizes, check_memory, explain_sizes
-from sf_core.stages.preflight.start_folder import check_start
-from sf_core.stages.preflight.teacher import check_tokens
+from sf_core.stages.preflight.sizes import PolicySizes, explain_sizes
 from sf_core.training.policy_folder import count_parameters
 from tests.bench import refusals
 from tests.bench.policy_server import publish_run
@@ -32,7 +33,7 @@ def configured(teacher: dict[str, Any], policy: dict[str, Any] | None = None, **
 
 def refused(config: RunConfig, *names: str, by_a_worker: bool = False) -> None:
     with refusals.clear_refusal(*names):
-        check_start(config, by_a_worker=by_a_worker)
+        preflight(Facts(config, in_flow=by_a_worker))
 
 
 def rewrite(folder: Path, **facts: Any) -> None:
@@ -59,8 +60,8 @@ def test_the_same_tokens_are_taught_by_a_folder_a_version_and_a_server(
     run = publish_run(tmp_path)
     for policy in ({}, {"model": small_policy}):
         for teacher in ({"model": small_policy}, {"model": f"{run.uri}@3"}, {"weights": "start"}):
-            check_start(configured(teacher, policy))
-        check_start(configured(AT_URL | {"tokenizer": small_policy}, policy))
+            preflight(Facts(configured(teacher, policy)))
+        preflight(Facts(configured(AT_URL | {"tokenizer": small_policy}, policy)))
 
 
 def test_a_policy_that_sees_is_taught_by_one_that_sees(tmp_path: Path, small_policy: str) -> None:
@@ -68,19 +69,20 @@ def test_a_policy_that_sees_is_taught_by_one_that_sees(tmp_path: Path, small_pol
     engine = {"kind": "vllm"}
     for policy in ({"sees": True}, {"model": sees}):
         # only a worker may have vLLM
-        check_tokens(configured({"model": sees}, policy, engine=engine), policy.get("model"), False)
+        config = configured({"model": sees}, policy, engine=engine)
+        assert vocabulary_fault(config, Facts(config)) is None
         for teacher, said in (
             ({"model": small_policy}, f"train.teacher.model: {small_policy} does not see pictures, but"),
             (AT_URL | {"tokenizer": sees}, "train.teacher.url: a server receives token ids only"),
         ):
-            with refusals.clear_refusal(said):
-                check_tokens(configured(teacher, policy, engine=engine), policy.get("model"), False)
+            config = configured(teacher, policy, engine=engine)
+            refusals.check_sentence(str(vocabulary_fault(config, Facts(config))), said)
 
 
 def test_another_vocabulary_is_refused_by_its_first_token(small_policy: str, policy_copy: Path) -> None:
     add_token(policy_copy)
     # the teacher may know more
-    check_start(configured({"model": str(policy_copy)}, {"model": small_policy}))
+    preflight(Facts(configured({"model": str(policy_copy)}, {"model": small_policy})))
     policy = {"model": str(policy_copy)}
     size = len(make_tokenizer())
     names = (f"id {size} is 'more' for the policy and no token for the teacher", small_policy)
@@ -114,7 +116,7 @@ def test_a_teacher_of_fewer_positions_is_refused_and_bounds_what_is_derived(
     longer = configured(teacher, {"model": small_policy}, engine={"context_length": 301})
     refused(longer, "engine.context_length is 301", "supports at most 300 tokens")
     refused(configured(teacher), "engine.context_length is 512", "supports at most 300 tokens")
-    check_start(configured(teacher, engine={"context_length": 300}))
+    preflight(Facts(configured(teacher, engine={"context_length": 300})))
     open_context = configured(teacher, {"model": small_policy}, rollout={"max_tokens": 100})
     derived = resolve(open_context, count_parameters(small_policy), small_policy)["engine.context_length"]
     assert derived.value == 300 and "the longest context of the model" in derived.reason
@@ -132,7 +134,7 @@ def test_a_teacher_that_is_not_here_is_one_of_a_worker(small_policy: str) -> Non
     for name in ("/nowhere", "/nowhere/run@3"):
         config = configured({"model": name}, {"model": small_policy, "dtype": "float32"})
         refused(config, "train.teacher.model: ", name)
-        check_start(config, by_a_worker=True)
+        preflight(Facts(config, in_flow=True))
         assert explained(config)["teacher"] == (
             f"{name}, which is on a worker; each step has one more forward pass through it"
         )
@@ -188,8 +190,10 @@ def test_a_teacher_that_a_worker_has_no_memory_for_is_refused(small_policy: str)
     config = configured({"model": small_policy}, {"model": small_policy, "dtype": "float32"})
     sizes = sizes_of(config)
     worker = Worker("t0", frozenset({"train"}), memory=sizes.rank - 1)
+    facts = Facts(config)
+    facts.workers = [worker]
     with pytest.raises(ValueError) as refused:
-        check_memory(sizes, [worker])
+        preflight(facts)
     held = f"Adam's moments, with {sizes.frozen / 1e3:,.0f} kB of models that are not trained: raise"
     refusals.check_sentence(str(refused.value), "worker t0", held)
 

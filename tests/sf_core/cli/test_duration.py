@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from sf_core.cli.duration import Estimate, count_seconds, describe
 from sf_core.config import RunConfig
-from sf_core.stages.preflight.duration import Estimate, count_seconds, describe
 from sf_core.stages.preflight.sizes import PolicySizes
 
 FLOPS = 1e11
