@@ -101,6 +101,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
 
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler."""
     run_facts = Facts(config, splits=SPLITS)
+    sizes = run_facts.sizes
     worker_bytes = bytes_of_two_workers(sizes)
     run_facts.workers = workers = find_workers(config, scheduler, worker_bytes)
     plan = make_plan(workers, config)

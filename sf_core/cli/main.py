@@ -312,7 +312,6 @@ def plan(
 
     settings = _config(config, overrides)
     check_scheduler(settings, scheduler)
-    check_held_out(settings)
     explanation = explain_plan(settings, scheduler=scheduler)
     print_json(explanation.as_data()) if as_json else console.print(explanation.as_table())
 

@@ -64,7 +64,6 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
         preflight(Facts(first, starts_services=True))
     except ValueError as error:
         raise SweepError(str(error)) from None
-    check_surroundings(first)
     worker_bytes = max(bytes_of_two_workers(PolicySizes.of(config)) for config in opened.configs)
     directory = RunDirectory(opened.folder.uri)
     local = Path(directory.local_dir)

@@ -22,6 +22,7 @@ from sf_core.environments.registry import (
 )
 from sf_core.models.context import check_context
 from sf_core.pictures.sight import SEEING, read_sight
+from sf_core.process_limits import check_open_files
 from sf_core.reports.view import RunView
 from sf_core.stages.preflight.facts import Check, Facts, UnknownFactError, known
 from sf_core.stages.preflight.first_tasks import curriculum_fault, predict_warnings, tasks_fault
@@ -38,7 +39,6 @@ from sf_core.surroundings import (
     CACHE_DIR,
     PREFECT_HOME,
     cache_dir,
-    check_open_files,
     check_place,
     prefect_api_url,
     prefect_home,
