@@ -20,7 +20,7 @@ from tests.bench.snapshot.shapes import keys
 NUMBER = re.compile(r"\d+")
 BY_NAME = re.compile(
     r"(?:^|\.)(waits|runners|engines|inputs|settings|derived|failures|rejected|idle_by_cause|idle_fraction|facts"
-    r"|by_environment|lags|tokens_of_engines|workers)(?:\[\])?\.(?!what$)"
+    r"|by_environment|lags|tokens_of_engines|workers)(?:\[\])?\."
 )
 """Begins keys that are names of workers, tasks, settings or causes."""
 BY_CHANCE = re.compile(r"last_error$|: (?:lag_N|not_lent_\w+|to_\w+_s)$")

@@ -214,17 +214,17 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
 def connect_silently(url: str) -> socket.socket:
     """Socket of an engine that starts serving and then neither reads nor answers, as on a dead machine."""
     host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
+    stream = socket.create_connection((host, int(port)))
     protocol = ClientProtocol(parse_uri(url.replace("http", "ws", 1) + "/engines"), max_size=None)
     request = protocol.connect()
     request.headers["Authorization"] = f"Bearer {operator_key(url)}"
     protocol.send_request(request)
-    connection.sendall(b"".join(protocol.data_to_send()))
-    protocol.receive_data(connection.recv(65536))
+    stream.sendall(b"".join(protocol.data_to_send()))
+    protocol.receive_data(stream.recv(65536))
     for frame in (replace(HELLO, lease_id="silent"), wire.Updated(0)):
         protocol.send_binary(wire.pack(frame))
-    connection.sendall(b"".join(protocol.data_to_send()))
-    return connection
+    stream.sendall(b"".join(protocol.data_to_send()))
+    return stream
 
 
 def test_what_a_dead_engine_had_continues_elsewhere(

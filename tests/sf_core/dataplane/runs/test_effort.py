@@ -130,10 +130,10 @@ def test_engines_are_free_while_they_serve_without_a_request(clock: list[float])
     others = [engine(), engine(None), engine(paused=True), engine(leaving="it trains")]
     ask(asked, "r")
     clock[0] += 1.0
-    assert effort.take([asked, *others])["engines_free"] == 0.5
+    assert effort.totals([asked, *others])["engines_free"] == 0.5
     clock[0] += 1.0
-    assert effort.take([asked])["engines_free"] == 0.0
-    assert effort.take([asked])["engines_free"] is None
+    assert effort.totals([asked])["engines_free"] == 0.0
+    assert effort.totals([asked])["engines_free"] is None
 
 
 def test_requests_shorter_than_the_time_between_two_looks_are_counted(clock: list[float]) -> None:
@@ -147,8 +147,8 @@ def test_requests_shorter_than_the_time_between_two_looks_are_counted(clock: lis
         asked.drop(f"first {number}")
         clock[0] += 0.25
         asked.drop(f"second {number}")
-    effort.look([asked])
-    assert effort.take([])["engines_free"] == 0.25
+    effort.record_engines([asked])
+    assert effort.totals([])["engines_free"] == 0.25
 
 
 async def test_an_engine_counts_no_time_before_its_weights_nor_of_a_pause_nor_after_it_was_told_to_leave(
@@ -172,7 +172,7 @@ async def test_an_engine_counts_no_time_before_its_weights_nor_of_a_pause_nor_af
     begun.drop("r")
     router.drain(begun, "it trains")
     clock[0] += 32.0
-    assert effort.take([begun])["engines_free"] == 0.25
+    assert effort.totals([begun])["engines_free"] == 0.25
 
 
 def test_efforts_add_up() -> None:

@@ -124,14 +124,14 @@ def ask(faulty: Faulty, timeout_s: float | None = None) -> list[list[float]]:
 def test_a_server_that_fails_for_some_time_is_asked_again(
     faulty: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sf_core.engines.vllm.teacher._PAUSE_S", 0.01)
+    monkeypatch.setattr("sf_core.engines.vllm.teacher._RETRY_DELAY_S", 0.01)
     faulty.answers = [(503, b""), (500, b"{}"), (429, b"too many"), (408, b"")]
     assert ask(faulty) == [[0.0, -0.5, -0.5]] * 3
     assert faulty.answers == [] and faulty.keys == {None}
 
 
 def test_a_server_that_is_gone_and_comes_back_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sf_core.engines.vllm.teacher._PAUSE_S", 0.01)
+    monkeypatch.setattr("sf_core.engines.vllm.teacher._RETRY_DELAY_S", 0.01)
     with serving(Faulty()) as gone:
         port = int(gone.url.rpartition(":")[2])
     back: list[Any] = []
