@@ -52,7 +52,7 @@ ENGINES = {
     ),
     # its cache is of the memory that it is given; requests for which there is no room wait
     "vllm": EngineKind(
-        "sf_core.engines.vllm.vllm_engine:make_engine",
+        "sf_core.engines.vllm.factory:make_engine",
         runs_policy=True,
         follows_grammars=True,
         shows_pictures=True,

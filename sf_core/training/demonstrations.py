@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.contents import LeftOut, read_content
-from sf_core.dataplane.chat.renderer import Renderer, shows
+from sf_core.dataplane.chat.rendered import shows
+from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.sessions.pictures import Pictures
 from sf_core.environments.environment import Demonstration

@@ -3,12 +3,14 @@ saw."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import jinja2
 
-from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
 from storage import files
@@ -53,3 +55,22 @@ class Reader:
         """The text, and the text encoded and decoded: a decoder may leave out or add spaces."""
         yield rendered
         yield self._renderer.decode_with_special(self._renderer.encode(rendered).tolist())
+
+
+def shows(text: str, answer: Message) -> bool:
+    """Whether a rendered answer holds, in any spelling, every character of the answer except white space and
+    control characters, which JSON escapes. A template that drops characters, for example of old reasoning,
+    has rewritten the answer."""
+    characters = Counter[str](text_of(answer))
+    characters.update(answer.get("reasoning_content") or "")
+    values = [call["function"] for call in answer.get("tool_calls", ())]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        else:
+            characters.update(value if isinstance(value, str) else json.dumps(value))
+    missing = characters - Counter(text)
+    return all(character.isspace() or not character.isprintable() for character in missing)

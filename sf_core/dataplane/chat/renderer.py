@@ -7,8 +7,6 @@ rendering. Uses tokenizers directly, because transformers imports torch: 3 s and
 from __future__ import annotations
 
 import asyncio
-import json
-from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
@@ -23,7 +21,7 @@ from tokenizers import Tokenizer
 from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
 from sf_core.dataplane.chat.calls.formats import FORMATS, detect_format
 from sf_core.dataplane.chat.json_text import encode_sorted
-from sf_core.dataplane.chat.messages import Message, list_pictures, text_of
+from sf_core.dataplane.chat.messages import Message, list_pictures
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
 from sf_core.dataplane.chat.template_probes import (
     append_only_roles,
@@ -329,25 +327,6 @@ class Renderer:
         if template_stop is not None:
             stops[added_ids[template_stop]] = template_stop
         return dict(sorted(stops.items())), template_stop
-
-
-def shows(text: str, answer: Message) -> bool:
-    """Whether a rendered answer holds, in any spelling, every character of the answer except white space and
-    control characters, which JSON escapes. A template that drops characters, for example of old reasoning,
-    has rewritten the answer."""
-    characters = Counter[str](text_of(answer))
-    characters.update(answer.get("reasoning_content") or "")
-    values = [call["function"] for call in answer.get("tool_calls", ())]
-    while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
-        else:
-            characters.update(value if isinstance(value, str) else json.dumps(value))
-    missing = characters - Counter(text)
-    return all(character.isspace() or not character.isprintable() for character in missing)
 
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

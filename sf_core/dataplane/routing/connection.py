@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from sf_core.dataplane.routing.generation import Generation, Suspicion
 from sf_core.dataplane.routing.rebalancing import Queue, Running
+from sf_core.types import Chunk, FinishReason
 
 EngineState = Literal["loading", "leaving", "paused", "serving"]
 
@@ -213,3 +214,33 @@ class EngineConnection:
             if not self.in_flight:
                 self.free_s += elapsed_s
         self.counted_at = now
+
+
+def ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
+    is_end = chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return is_end and not chunk.token_ids and not generation.token_ids
+
+
+def has_loaded_or_refused(engine: EngineConnection) -> bool:
+    return engine.version is not None and max(engine.version, engine.refused_version) >= engine.wanted_version
+
+
+def has_stopped_or_need_not(engine: EngineConnection) -> bool:
+    # an engine that is still starting samples nothing, and reads the pause before it does
+    return engine.is_still or not engine.paused or engine.version is None
+
+
+def find_obstacle(engines: Iterable[EngineConnection], floor: int, *, is_run_paused: bool) -> str:
+    """Why a request that needs this policy version or a later one waits for one of these engines."""
+    engines = [*engines]
+    present = [engine for engine in engines if engine.version is not None and engine.leaving is None]
+    if is_run_paused:
+        return "the run is paused"
+    if not present:
+        is_loading = any(engine.version is None for engine in engines)
+        return "no engine is loaded yet" if is_loading else "no engine is connected"
+    if all(engine.paused for engine in present):
+        return "every engine is paused"
+    if all(engine.version is not None and engine.version < floor for engine in present):
+        return f"no engine holds policy version {floor} or a later one"
+    return "every engine is full"

@@ -14,14 +14,20 @@ from collections.abc import Callable
 from sf_core.dataplane.bodies import PauseMode
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed
 from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
-from sf_core.dataplane.routing.connection import EngineConnection
+from sf_core.dataplane.routing.connection import (
+    EngineConnection,
+    ends_without_a_token,
+    find_obstacle,
+    has_loaded_or_refused,
+    has_stopped_or_need_not,
+)
 from sf_core.dataplane.routing.generation import Generation, asked_by_request
 from sf_core.dataplane.routing.rebalancing import find_moves
 from sf_core.dataplane.routing.suspects import MAX_FAULTS, assign, suspect
 from sf_core.dataplane.routing.wait_queue import Limits, WaitQueue
 from sf_core.dataplane.signals import Signal
 from sf_core.engines import wire
-from sf_core.types import Chunk, FinishReason, WeightsRef
+from sf_core.types import Chunk, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +124,7 @@ class Router:
                 engine.count_progress(generation, len(chunk.token_ids))
             else:
                 engine.drop(chunk.request_id)
-            if chunk.fault or _ends_without_a_token(chunk, generation):
+            if chunk.fault or ends_without_a_token(chunk, generation):
                 failure = f"failed ({chunk.fault})" if chunk.fault else "ended the request without a token"
                 generation.refuse(EngineFailed(f"engine {engine.engine_id} {failure}"))
             elif generation.absorb(chunk, engine.engine_id):
@@ -197,17 +203,7 @@ class Router:
 
     def obstacle(self, floor: int = 0) -> str:
         """Why a request that needs this policy version or a later one waits."""
-        present = [engine for engine in self.engines if engine.version is not None and engine.leaving is None]
-        if None in self.paused:
-            return "the run is paused"
-        if not present:
-            is_loading = any(engine.version is None for engine in self.engines)
-            return "no engine is loaded yet" if is_loading else "no engine is connected"
-        if all(engine.paused for engine in present):
-            return "every engine is paused"
-        if all(engine.version is not None and engine.version < floor for engine in present):
-            return f"no engine holds policy version {floor} or a later one"
-        return "every engine is full"
+        return find_obstacle(self.engines, floor, is_run_paused=None in self.paused)
 
     # --- engines
 
@@ -296,7 +292,7 @@ class Router:
             engine.tell(wire.pack(wire.Update(weights)))
             engine.wanted_version = weights.version
         started = [engine for engine in self.engines if engine.is_made]
-        await self._wait_for_each(started, _has_loaded_or_refused)
+        await self._wait_for_each(started, has_loaded_or_refused)
         return {
             engine.engine_id: engine.version
             for engine in started
@@ -315,7 +311,7 @@ class Router:
             for engine in engines:
                 engine.tell(wire.pack(wire.Abort()))
         self._send_pauses()
-        await self._wait_for_each(engines, _has_stopped_or_need_not)
+        await self._wait_for_each(engines, has_stopped_or_need_not)
         return sum(engine.is_still for engine in engines)
 
     def resume(self, engine_id: str | None = None) -> None:
@@ -402,17 +398,3 @@ class Router:
             assert engine.version is not None
             requests = [generation.ask_for_rest(engine.version) for generation in generations]
             engine.send(wire.pack(wire.Submit.of(requests)))
-
-
-def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
-    is_end = chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-    return is_end and not chunk.token_ids and not generation.token_ids
-
-
-def _has_loaded_or_refused(engine: EngineConnection) -> bool:
-    return engine.version is not None and max(engine.version, engine.refused_version) >= engine.wanted_version
-
-
-def _has_stopped_or_need_not(engine: EngineConnection) -> bool:
-    # an engine that is still starting samples nothing, and reads the pause before it does
-    return engine.is_still or not engine.paused or engine.version is None

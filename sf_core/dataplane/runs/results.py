@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from sf_core.config.failures import REASONS
 from sf_core.dataplane.bodies import MAX_PARTS, MAX_STEPS, FinishBody, RewardBody, RunSpec
@@ -290,3 +290,10 @@ class TokenRate:
     def _forget(self) -> None:
         while self._recent and self._recent[0][0] < time.monotonic() - self.window_s:
             self._recent.popleft()
+
+
+class Dropped(NamedTuple):
+    """A session that ended because of another event than its own end."""
+
+    session: Session
+    reason: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from sf_core.config.failures import REASONS
 from sf_core.dataplane.bodies import RewardBody, RunSpec
@@ -18,7 +18,7 @@ from sf_core.dataplane.runs import events
 from sf_core.dataplane.runs.events import RunEvent
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.ledger import Batch, Ledger
-from sf_core.dataplane.runs.results import Ends, RecentResults, Results, result_of
+from sf_core.dataplane.runs.results import Dropped, Ends, RecentResults, Results, result_of
 from sf_core.dataplane.runs.runners import Scoring
 from sf_core.dataplane.sessions.claims import Claim, ExternalMode, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -29,13 +29,6 @@ from sf_core.dataplane.sessions.turn_events import OfTurn, Overflowed, Sampled, 
 from sf_core.types import WeightsRef
 from storage.tables.judgements import Judgement
 from storage.tables.schema import Trajectory
-
-
-class Dropped(NamedTuple):
-    """A session that ended because of another event than its own end."""
-
-    session: Session
-    reason: str
 
 
 class RunState:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError, shows
+from sf_core.dataplane.chat.rendered import shows
+from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError
 from sf_core.dataplane.chat.template_probes import opening_messages, render_addition
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ContextOverflow

@@ -17,21 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sf_core.config import RunConfig
-from sf_core.config.devices import WorkerDevice
 from sf_core.engines.drivers.driver import explain
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
-from sf_core.engines.vllm.deliveries import Adapters, Delivery, WholeModels
-from sf_core.engines.vllm.limits import check_cpu_build, check_shape
+from sf_core.engines.vllm.deliveries import Delivery
 from sf_core.engines.vllm.pictures import Pictures
-from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, OwnServer, make_arguments
+from sf_core.engines.vllm.server import OwnServer
 from sf_core.engines.vllm.turn import VllmTurn
-from sf_core.surroundings import has_gpu, vllm_python
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
-from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -44,37 +38,6 @@ request before it knew the request."""
 
 _MAX_FAILED_STARTS = 3
 """Number of failed starts in a row after which the engine fails."""
-
-
-def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> VllmEngine:
-    """An engine whose server is started on this process's device."""
-    engine = config.engine
-    settings = config.engine.vllm
-    on_cpu = not has_gpu()
-    if on_cpu:
-        check_cpu_build(vllm_python())
-    # with adapters, the base model is never reloaded
-    untied = on_cpu and config.train.lora is None
-    policy = PolicyFolder(start_dir, untied=untied, max_picture_tokens=config.rollout.max_picture_tokens)
-    check_shape(policy.config)
-    pictures = Pictures(policy.sight, RunDirectory(config.run_dir).media_dir) if policy.sight else None
-    adapters = Adapters(start_dir, policy) if config.train.lora else None
-    delivery = adapters or WholeModels(policy)
-    arguments = make_arguments(
-        dtype=config.policy.dtype_name,
-        context_length=engine.context,
-        max_running=engine.max_running,
-        kv_bytes=policy.kv_bytes(engine.max_running, engine.context),
-        on_cpu=on_cpu,
-        adapter_rank=adapters.rank if adapters else None,
-        media_dir=pictures.folder if pictures else None,
-        more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
-    )
-    sleep_level = 0 if on_cpu or adapters else settings.sleep_level
-    server = OwnServer(policy.path, arguments, on_cpu=on_cpu, sleep_level=sleep_level)
-    vocabularies = Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None
-    keep_kv = engine.kv_on_update == "keep"
-    return VllmEngine(server, delivery, policy.vocab_size, engine.context, keep_kv, vocabularies, pictures)
 
 
 class VllmEngine:
