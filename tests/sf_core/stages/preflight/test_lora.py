@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.models.builtin import make_policy
-from sf_core.stages.preflight import lora
+from sf_core.stages.preflight import checks
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.preflight.stored_config import resolve_config
@@ -295,6 +295,6 @@ def test_models_without_a_lean_decoder_need_peft(
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape, **size)).save_pretrained(policy_copy)
     config = LORA | {"policy": {"model": str(policy_copy)}}
     preflight(Facts(RunConfig.model_validate(config)))
-    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with refusals.clear_refusal(sentence) if sentence else nullcontext():
         preflight(Facts(RunConfig.model_validate(config)))

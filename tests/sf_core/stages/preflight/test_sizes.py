@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.preflight.checks import preflight
+from sf_core.stages.preflight.checks import memory_fault
 from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.preflight.sizes import PolicySizes, explain_sizes
 from sf_core.stages.start import start_adapter
@@ -40,7 +40,8 @@ TRAIN = frozenset({"train"})
 def check(config: RunConfig, workers: list[Worker]) -> None:
     facts = Facts(config)
     facts.workers = workers
-    preflight(facts)
+    if fault := memory_fault(config, facts):
+        raise ValueError(fault)
 
 
 def explained(config: RunConfig) -> dict[str, str]:
