@@ -175,13 +175,13 @@ def images_fault(config: RunConfig, facts: Facts) -> str | None:
         return "policy.sees applies only to the built-in policy: leave policy.sees out with policy.model"
     if kind in SEEING and not engine_kind(config).shows_pictures:
         return (
-            f"engine.kind {config.engine.kind} does not support pictures, but the policy, a {kind}, sees "
-            "pictures: use engine.kind vllm"
+            f"engine.kind {config.engine.kind} does not support images, but the policy, a {kind}, sees "
+            "images: use engine.kind vllm"
         )
     if kind not in SEEING and most is not None:
         return (
-            f"rollout.max_picture_tokens ({most}) applies only to policies that see pictures, but this "
-            f"policy, a {kind}, does not see pictures: leave rollout.max_picture_tokens out"
+            f"rollout.max_picture_tokens ({most}) applies only to policies that see images, but this "
+            f"policy, a {kind}, does not see images: leave rollout.max_picture_tokens out"
         )
     if facts.folder is not None and (sight := read_sight(facts.folder)) is not None:
         sight.limit(most)

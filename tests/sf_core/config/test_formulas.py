@@ -85,7 +85,7 @@ def test_the_page_of_settings_shows_the_other_kinds_and_loads_as_the_default() -
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_valid_and_has_a_page(path: Path) -> None:
-    preflight(Facts(load_config(path), splits=SPLITS))
+    preflight(Facts(load_config(path), in_flow=True, splits=SPLITS))
     both = load_config(["quickstart", path])
     make_plan([Worker(name, frozenset(w.tags)) for name, w in local_workers(both, 0).items()], both)
     assert both != load_config("quickstart")
