@@ -19,8 +19,8 @@ from sf_core.recipes.gates import AnyGate
 from sf_core.recipes.losses import AnyPolicyLoss, Cispo, Clip
 from sf_core.recipes.weights import AnyWeight, Fresh, Overlong
 from sf_core.scheduling.plan import Worker, local_workers, make_plan
-from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import SPLITS, Facts
+from sf_core.stages.preflight.first_tasks import curriculum_fault, tasks_fault
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
@@ -85,7 +85,9 @@ def test_the_page_of_settings_shows_the_other_kinds_and_loads_as_the_default() -
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_valid_and_has_a_page(path: Path) -> None:
-    preflight(Facts(load_config(path), in_flow=True, splits=SPLITS))
+    config = load_config(path)
+    facts = Facts(config, splits=SPLITS)
+    assert curriculum_fault(config, facts) is None and tasks_fault(config, facts) is None
     both = load_config(["quickstart", path])
     make_plan([Worker(name, frozenset(w.tags)) for name, w in local_workers(both, 0).items()], both)
     assert both != load_config("quickstart")
