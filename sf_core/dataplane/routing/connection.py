@@ -18,6 +18,10 @@ from sf_core.types import Chunk, FinishReason
 EngineState = Literal["loading", "leaving", "paused", "serving"]
 
 
+class EngineFaultError(ValueError):
+    """An engine sent something invalid; the message is a predicate whose subject is the engine."""
+
+
 @dataclass(eq=False)
 class EngineConnection:
     engine_id: str

@@ -16,6 +16,7 @@ from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed
 from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
 from sf_core.dataplane.routing.connection import (
     EngineConnection,
+    EngineFaultError,
     ends_without_a_token,
     find_obstacle,
     has_loaded_or_refused,
@@ -30,10 +31,6 @@ from sf_core.engines import wire
 from sf_core.types import Chunk, WeightsRef
 
 log = logging.getLogger(__name__)
-
-
-class EngineFaultError(ValueError):
-    """An engine sent something invalid; the message is a predicate whose subject is the engine."""
 
 
 class Router:
