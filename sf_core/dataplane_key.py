@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sf_core.config.addresses import is_loopback
-from sf_core.surroundings import configured_dataplane_key, why_not_writable
+from sf_core.environment_variables import configured_dataplane_key, why_not_writable
 from storage.files import read_bytes
 
 

@@ -62,7 +62,7 @@ def _has_our_names(folder: str) -> bool:
 
 def is_another_copy(folder: Path) -> bool:
     """Whether a folder has our packages, and those that run are elsewhere."""
-    return folder.resolve() != ROOT and (folder / "sf_core" / "surroundings.py").is_file()
+    return folder.resolve() != ROOT and (folder / "sf_core" / "environment_variables.py").is_file()
 
 
 def _split_path(value: str | None) -> list[str]:

@@ -34,13 +34,13 @@ from prefect_dask import DaskTaskRunner
 from prefect_dask.client import PrefectDaskClient
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core import surroundings
+from sf_core import environment_variables
 from sf_core.config import RunConfig
+from sf_core.environment_variables import own_workers
 from sf_core.scheduling.cluster import list_connected, owner_of, scheduler_of
 from sf_core.scheduling.leases import LeaseEnd
 from sf_core.scheduling.plan import TASK_KINDS, Worker
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.surroundings import own_workers
 from sf_core.waits import waiting_for
 
 R = TypeVar("R")
@@ -139,7 +139,10 @@ def scheduler_address() -> str:
     config = parameters.get("config")
     if isinstance(run, RunRef):
         config = OpenRun(run).config
-    address = scheduler_of(config) if isinstance(config, RunConfig) else surroundings.scheduler_address()
+    if isinstance(config, RunConfig):
+        address = scheduler_of(config)
+    else:
+        address = environment_variables.scheduler_address()
     if not address:
         raise ValueError("no Dask scheduler: set cluster.scheduler or SF_SCHEDULER, or start with `sf train`")
     return address

@@ -29,8 +29,8 @@ from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
 from sf_core.child_processes import await_keeper, start_kept
 from sf_core.config.failures import Cause
 from sf_core.config.programs import Command
+from sf_core.environment_variables import select_inherited
 from sf_core.settings import quote
-from sf_core.surroundings import select_inherited
 from sf_core.types import Endpoint, Task
 from storage.scratch import scratch_folder
 

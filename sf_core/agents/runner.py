@@ -27,7 +27,7 @@ from sf_core.agents.loop_watch import log_blocks
 from sf_core.agents.phases import Phase, Phases, Prepare, Work
 from sf_core.agents.reports import Reports, as_text, shorten
 from sf_core.config import RolloutConfig
-from sf_core.surroundings import reach_directly
+from sf_core.environment_variables import reach_directly
 from sf_core.types import Endpoint, NotJudged, Task
 from sf_core.user_code import own_place
 

@@ -11,10 +11,10 @@ from typing import NoReturn
 from sf_core.cli.stack import processes
 from sf_core.cli.stack.processes import Part
 from sf_core.config.addresses import check_free, is_loopback
+from sf_core.environment_variables import prefect_password
 from sf_core.import_path import module_environment
 from sf_core.scheduling.tls import require_tls
 from sf_core.scheduling.worker import DASK_SETTINGS
-from sf_core.surroundings import prefect_password
 
 
 def become_prefect_server(host: str, port: int) -> NoReturn:

@@ -25,7 +25,7 @@ def show_key() -> None:
     account can read. The command creates this file if the file does not exist.
     """
     from sf_core.dataplane_key import account_key
-    from sf_core.surroundings import configured_dataplane_key
+    from sf_core.environment_variables import configured_dataplane_key
 
     print(configured_dataplane_key() or account_key())
 
@@ -149,7 +149,7 @@ def dataplane(
     """
     from sf_core.dataplane.server import serve
     from sf_core.dataplane_key import account_key
-    from sf_core.surroundings import allowed_hosts, configured_dataplane_key, why_not_writable
+    from sf_core.environment_variables import allowed_hosts, configured_dataplane_key, why_not_writable
 
     if gateways != 1:
         fail(

@@ -30,6 +30,11 @@ from sf_core.config.failures import failures_text
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
 from sf_core.engines.registry import engine_kind
+from sf_core.environment_variables import (
+    STACK_FOLDER,
+    dataplane_url,
+    prefect_api_url,
+)
 from sf_core.import_path import python_module
 from sf_core.reports.evaluations.answers import Examples, read_greedy, side_by_side
 from sf_core.reports.states import is_finished
@@ -43,11 +48,6 @@ from sf_core.stages.preflight.facts import SPLITS, Facts
 from sf_core.stages.preflight.sizes import bytes_of_two_workers, explain_sizes
 from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import new_run_id
-from sf_core.surroundings import (
-    STACK_FOLDER,
-    dataplane_url,
-    prefect_api_url,
-)
 from sf_core.training.registry import trainer_kind
 from storage.errors import StorageError
 from storage.files import absolute, check_writable, open_read, read_bytes, write_atomic

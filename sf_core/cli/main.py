@@ -39,7 +39,7 @@ from sf_core.cli.terminal import (
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import builtin_configs, load_config, override_config
-from sf_core.surroundings import STACK_FOLDER
+from sf_core.environment_variables import STACK_FOLDER
 
 app = App(
     cls=Commands,
@@ -359,9 +359,9 @@ def _launch(flow: str, config: RunConfig, output: Console = console, **options: 
 
 @terminal.command_streams()
 def main() -> None:
+    from sf_core.environment_variables import dataplane_url, prefect_api_url, reach_directly
     from sf_core.import_path import ROOT, import_from, is_another_copy
     from sf_core.process_limits import raise_open_files
-    from sf_core.surroundings import dataplane_url, prefect_api_url, reach_directly
 
     if os.environ.get("_SF_COMPLETE", "").startswith("complete"):
         # a shell shows nothing but the words that fit

@@ -89,9 +89,9 @@ def _upload(
             "sf push needs the package huggingface_hub, which is not installed: install it with "
             "`pip install huggingface_hub`"
         ) from None
+    from sf_core.environment_variables import hub_endpoint
     from sf_core.reports.card.base import find_base
     from sf_core.reports.card.card import CARD, write_card
-    from sf_core.surroundings import hub_endpoint
     from storage.files import exists, join, local_folder
 
     try:

@@ -16,8 +16,8 @@ from sf_core.config import RunConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
+from sf_core.environment_variables import command_started_at
 from sf_core.reports.view import NewestFigures, RunView
-from sf_core.surroundings import command_started_at
 from storage import files
 from storage.errors import StorageError
 from storage.run_directory import RunDirectory

@@ -20,11 +20,11 @@ from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane.journal.ownership import explain_other_holder
 from sf_core.dataplane_key import operator_key
 from sf_core.engines.registry import follows_grammars
+from sf_core.environment_variables import dataplane_url, run_key
 from sf_core.environments.registry import source_of_tasks
 from sf_core.reports.view import RunView
 from sf_core.stages.preflight.resolve import read_with_derived
 from sf_core.stages.preflight.stored_config import begins_anew
-from sf_core.surroundings import dataplane_url, run_key
 from sf_core.types import WeightsRef
 from storage.attempts import Attempt
 from storage.files import read_bytes, remove

@@ -16,6 +16,7 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.environment_variables import cache_dir
 from sf_core.environments.environment import Environment
 from sf_core.environments.registry import environment_of
 from sf_core.models.adapter import list_linears, make_factors
@@ -26,7 +27,6 @@ from sf_core.stages.preflight.resolve import resolve, values_of
 from sf_core.stages.preflight.start_folder import start_fault
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.warmstart import copy_warmed, find_warmed
-from sf_core.surroundings import cache_dir
 from sf_core.training.policy_folder import (
     check_model_folder,
     count_parameters,

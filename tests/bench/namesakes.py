@@ -14,4 +14,4 @@ def make_namesakes(folder: Path, *names: str) -> None:
         code = f"raise ImportError('{name} of {folder} was imported')\n"
         (folder / name / "__init__.py").write_text(code, encoding="utf-8")
     if not names:
-        (folder / "sf_core" / "surroundings.py").write_text("", encoding="utf-8")
+        (folder / "sf_core" / "environment_variables.py").write_text("", encoding="utf-8")

@@ -10,8 +10,8 @@ from typing import Any
 from sf_core.agents.judges.client import JudgeClient
 from sf_core.agents.judges.judge import Judge, Record
 from sf_core.config.rollout_config import JudgeConfig
+from sf_core.environment_variables import judge_key
 from sf_core.settings import quote
-from sf_core.surroundings import judge_key
 from sf_core.types import Endpoint
 
 

@@ -32,10 +32,10 @@ from sf_core.cli.terminal import console, errors, nothing_else_printed, print_js
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.config.failures import CODE_ERRORS
 from sf_core.dataplane.control.client import refusal_of
+from sf_core.environment_variables import openai_key
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.stages.lease import open_judges
 from sf_core.stages.preflight.first_tasks import task_fault
-from sf_core.surroundings import openai_key
 from sf_core.types import Endpoint, Task
 
 NAME = "try"

@@ -21,9 +21,7 @@ from sf_core.cli.stack.local import Ports, Services, stack_environment, start_se
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read_pid
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK, check_free
-from sf_core.import_path import python_module
-from sf_core.process_limits import check_open_files
-from sf_core.surroundings import (
+from sf_core.environment_variables import (
     CACHE_DIR,
     PREFECT_HOME,
     cache_dir,
@@ -31,6 +29,8 @@ from sf_core.surroundings import (
     prefect_home,
     why_not_writable,
 )
+from sf_core.import_path import python_module
+from sf_core.process_limits import check_open_files
 
 POOL = "sf"
 """Work pool of the Prefect server from which the stack takes flow runs."""

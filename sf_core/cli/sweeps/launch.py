@@ -20,17 +20,17 @@ from sf_core.cli.stack.supervisor import StackError, Supervisor
 from sf_core.cli.sweeps.show import print_sweep
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
+from sf_core.environment_variables import (
+    count_gpus,
+    dataplane_url,
+    prefect_api_url,
+)
 from sf_core.import_path import import_from, python_module
 from sf_core.scheduling.cluster import find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import SPLITS, Facts
 from sf_core.stages.preflight.sizes import PolicySizes, bytes_of_two_workers
-from sf_core.surroundings import (
-    count_gpus,
-    dataplane_url,
-    prefect_api_url,
-)
 from sf_core.sweeps.request import SweepRequest
 from sf_core.sweeps.results import count_states, describe_states, read_results, unfinished
 from sf_core.sweeps.shares import copy_workers

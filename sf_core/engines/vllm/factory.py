@@ -11,7 +11,7 @@ from sf_core.engines.vllm.pictures import Pictures
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, OwnServer, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
-from sf_core.surroundings import has_gpu, vllm_python
+from sf_core.environment_variables import has_gpu, vllm_python
 from storage.run_directory import RunDirectory
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sf_core.environment_variables import has_gpu, vllm_python
 from sf_core.models.cache_size import head_width
 from sf_core.pictures.sight import SEEING
-from sf_core.surroundings import has_gpu, vllm_python
 
 _SUPPORTED_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that vLLM's CPU build has code for."""

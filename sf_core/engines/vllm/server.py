@@ -18,7 +18,7 @@ import sf_core
 from sf_core.child_processes import await_keeper, start_kept
 from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.vllm.client import VllmClient
-from sf_core.surroundings import select_inherited, vllm_python
+from sf_core.environment_variables import select_inherited, vllm_python
 from storage.scratch import scratch_folder
 
 _START_TIMEOUT_S = 1800.0

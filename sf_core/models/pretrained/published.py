@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sf_core.environment_variables import cache_dir
 from sf_core.import_path import module_environment, python_module
 from sf_core.models.pretrained.gguf_file import make_folder
-from sf_core.surroundings import cache_dir
 
 TOOLS_TEMPLATE = """\
 {%- if tools -%}

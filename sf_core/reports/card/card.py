@@ -13,13 +13,13 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any
 
 from sf_core.config import RunConfig
+from sf_core.environment_variables import ROOT
 from sf_core.pictures.sight import read_sight
 from sf_core.reports.card.base import Base, find_base, write_head
 from sf_core.reports.card.public import public_settings
 from sf_core.reports.charts import draw_curve
 from sf_core.reports.evaluations.comparison import Comparison, Interval, compare_versions
 from sf_core.reports.view import RunView
-from sf_core.surroundings import ROOT
 from storage.files import join, read_if_there, write_atomic
 
 CARD = "README.md"

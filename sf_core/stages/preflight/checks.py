@@ -11,6 +11,15 @@ from sf_core.config.programs import Command
 from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.registry import engine_kind
+from sf_core.environment_variables import (
+    CACHE_DIR,
+    PREFECT_HOME,
+    cache_dir,
+    check_place,
+    prefect_api_url,
+    prefect_home,
+    vllm_python,
+)
 from sf_core.environments.registry import (
     agent_of,
     check_host,
@@ -35,15 +44,6 @@ from sf_core.stages.preflight.other_models import (
 )
 from sf_core.stages.preflight.sizes import SURE_PART, PolicySizes, disk_bytes, gb, warn_of_rates
 from sf_core.stages.preflight.start_folder import warms_model
-from sf_core.surroundings import (
-    CACHE_DIR,
-    PREFECT_HOME,
-    cache_dir,
-    check_place,
-    prefect_api_url,
-    prefect_home,
-    vllm_python,
-)
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
 from sf_core.training.registry import check_installed, trainer_kind
 from sf_core.training.teacher_folder import check_version

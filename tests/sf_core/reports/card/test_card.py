@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
+from sf_core.environment_variables import ROOT
 from sf_core.reports.card.base import Base, find_base, read_head
 from sf_core.reports.card.card import CARD, CHART, is_ours, render_card, sign, write_card
 from sf_core.reports.card.public import LEFT_OUT, public_settings, public_value
 from sf_core.reports.view import RunView
-from sf_core.surroundings import ROOT
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 from tests.bench.properties import examples

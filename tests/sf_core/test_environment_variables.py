@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sf_core.surroundings import reach_directly
+from sf_core.environment_variables import reach_directly
 from tests.bench import proxies
 from tests.bench.refusals import check_sentence
 from tests.bench.waits import patience
