@@ -91,7 +91,7 @@ class AsyncEngine(Engine, Protocol):
     which runs during leases only, in the thread of the lease. What `StepEngine` says holds here too."""
 
     loop: asyncio.AbstractEventLoop
-    tell: Callable[[Event], None]
+    emit: Callable[[Event], None]
     """Set by the driver; called on the loop. It raises nothing."""
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:

@@ -13,8 +13,8 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.connection import Connection, broadcast
 
 from sf_core.engines import wire
-from sf_core.engines.drivers.connection import Line
-from sf_core.engines.drivers.driver import Driver, explain, num_tokens
+from sf_core.engines.drivers.connection import DataPlaneAddress
+from sf_core.engines.drivers.driver import Driver, count_tokens, describe_error
 from sf_core.engines.drivers.spans import MAX_SPAN_S
 from sf_core.engines.protocol import (
     AsyncEngine,
@@ -32,7 +32,7 @@ class AsyncDriver(Driver):
 
     def __init__(self, engine: AsyncEngine, *more: Any) -> None:
         super().__init__(engine, *more)
-        engine.tell = self._on_event
+        engine.emit = self._on_event
         self._unsent_chunks: list[Chunk] = []
         """Tokens to send to the data plane at once, or after the pause."""
         self._recorded_until = time.time()
@@ -45,11 +45,11 @@ class AsyncDriver(Driver):
     def run(self, act: Callable[[], Any]) -> Any:
         return self.engine.loop.run_until_complete(act())
 
-    async def converse(self, line: Line, hello: bytes) -> str:
+    async def run_connection(self, address: DataPlaneAddress, hello: bytes) -> str:
         self.failure = self._new_failure()
         self._unsent_chunks.clear()
-        with line.open():
-            socket = await connect(line.url, **line.options)
+        with address.connecting():
+            socket = await connect(address.url, **address.options)
         async with socket:
             # `broadcast` to one socket writes at once, in the order of calls
             self.send = partial(broadcast, [socket])
@@ -119,7 +119,7 @@ class AsyncDriver(Driver):
                     self.version = None
                     self._unsent_chunks.clear()
                     if is_sampling and not isinstance(event, EngineLostError):
-                        raise StepFailedError(explain(event)) from event
+                        raise StepFailedError(describe_error(event)) from event
                     raise event
         except Exception as error:
             if not self.failure.done():
@@ -132,7 +132,7 @@ class AsyncDriver(Driver):
     def _send_unsent(self) -> None:
         chunks = self._unsent_chunks
         self._unsent_chunks = []
-        self._record_work(num_tokens(chunks))
+        self._record_work(count_tokens(chunks))
         self._send_chunks(chunks)
 
     def _record_work(self, tokens: int = 0) -> None:

@@ -20,8 +20,8 @@ RETRYABLE_STATUSES = {408, 429, *range(500, 600)}
 """HTTP statuses of a data plane, or of a proxy before it, after which an engine tries again."""
 
 
-class Line:
-    """The way to a data plane."""
+class DataPlaneAddress:
+    """The address of a data plane, and how an engine connects to it."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.replace("http", "ws", 1).rstrip("/") + "/engines"
@@ -42,7 +42,7 @@ class Line:
         """Options of websockets' `connect`."""
 
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def connecting(self) -> Iterator[None]:
         """Surround the call that connects. Raises ConnectionError if no data plane answers, or if it has no
         room now."""
         try:
@@ -55,7 +55,7 @@ class Line:
         except (OSError, InvalidMessage) as error:
             raise ConnectionError(f"data plane at {self.url}: {error}") from error
 
-    def explain(self, error: ConnectionClosed) -> Exception:
+    def interpret_close(self, error: ConnectionClosed) -> Exception:
         """The error to raise for a connection that has ended: a ConnectionError, after which the engine
         connects again, or a ValueError, because of a frame that the engine sent."""
         if error.rcvd is not None and error.rcvd.code == wire.BAD_FRAME:

@@ -14,7 +14,7 @@ from tenacity import Retrying, retry_if_exception_type, wait_random_exponential
 from websockets.exceptions import ConnectionClosed
 
 from sf_core.engines import wire
-from sf_core.engines.drivers.connection import Line
+from sf_core.engines.drivers.connection import DataPlaneAddress
 from sf_core.engines.drivers.spans import NoRecorder, Recorder, Spans
 from sf_core.engines.protocol import EngineLostError, StepFailedError, WeightsRefusedError
 from sf_core.types import Chunk, GenerationRequest, WeightsRef
@@ -48,7 +48,7 @@ class Driver(ABC):
         """Policy version that the data plane has been or will be told of; None at rest."""
 
     @abstractmethod
-    def converse(self, line: Line, hello: bytes) -> Any:
+    def run_connection(self, address: DataPlaneAddress, hello: bytes) -> Any:
         """Serve over one connection until told to yield; returns the reason that was given."""
 
     @abstractmethod
@@ -64,16 +64,16 @@ class Driver(ABC):
             reraise=True,
         )
         try:
-            return retrying(self._serve_once, Line(url, key), hello)
+            return retrying(self._serve_once, DataPlaneAddress(url, key), hello)
         finally:
             self.run(self.engine.rest)
 
-    def _serve_once(self, line: Line, hello: wire.Hello) -> str:
+    def _serve_once(self, address: DataPlaneAddress, hello: wire.Hello) -> str:
         try:
-            reason: str = self.run(lambda: self.converse(line, wire.pack(hello)))
+            reason: str = self.run(lambda: self.run_connection(address, wire.pack(hello)))
             return reason
         except ConnectionClosed as error:
-            raise line.explain(error) from error
+            raise address.interpret_close(error) from error
         except EngineLostError as error:
             log.warning("engine %s was lost and is restarted: %s", hello.engine_id, error)
             self._awaited_weights = None
@@ -127,7 +127,7 @@ class Driver(ABC):
             # the data plane then refuses this request; others may be served
             log.error("this engine cannot serve a request: %s", error)
             assert self.version is not None
-            self._send_chunks([Chunk.failed(request.request_id, self.version, explain(error))])
+            self._send_chunks([Chunk.failed(request.request_id, self.version, describe_error(error))])
 
     def _take_weights(self, weights: WeightsRef) -> None:
         if self.version != weights.version and self._awaited_weights != weights:
@@ -166,12 +166,12 @@ class Driver(ABC):
         self._spans.loading_since = None
 
 
-def explain(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error in a few words; the kind is named unless the message is meant to be read alone."""
     return (
         str(error) if isinstance(error, (ValueError, ConnectionError)) else f"{type(error).__name__}: {error}"
     )
 
 
-def num_tokens(chunks: list[Chunk]) -> int:
+def count_tokens(chunks: list[Chunk]) -> int:
     return sum(len(chunk.token_ids) for chunk in chunks)

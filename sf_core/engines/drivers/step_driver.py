@@ -11,8 +11,8 @@ from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
 from sf_core.engines import wire
-from sf_core.engines.drivers.connection import Line
-from sf_core.engines.drivers.driver import Driver, explain, num_tokens
+from sf_core.engines.drivers.connection import DataPlaneAddress
+from sf_core.engines.drivers.driver import Driver, count_tokens, describe_error
 from sf_core.engines.drivers.spans import BUSY_GAP_S
 from sf_core.engines.protocol import EngineLostError, StepEngine, StepFailedError, WeightsRefusedError
 from sf_core.types import GenerationRequest, Sampling
@@ -41,9 +41,9 @@ class StepDriver(Driver):
     def run(self, act: Callable[[], Any]) -> Any:
         return act()
 
-    def converse(self, line: Line, hello: bytes) -> str:
-        with line.open():
-            socket = connect(line.url, **line.options)
+    def run_connection(self, address: DataPlaneAddress, hello: bytes) -> str:
+        with address.connecting():
+            socket = connect(address.url, **address.options)
         with socket:
             self.send = socket.send
             self.send(hello)
@@ -71,7 +71,7 @@ class StepDriver(Driver):
             case wire.Abort(request_ids):
                 chunks = engine.abort(request_ids)
                 if version is not None:
-                    self._spans.add_late_tokens(num_tokens(chunks), version)
+                    self._spans.add_late_tokens(count_tokens(chunks), version)
                 self._send_chunks(chunks)
             case wire.Yield():
                 self._send_chunks(engine.abort())
@@ -92,13 +92,13 @@ class StepDriver(Driver):
         except Exception as error:
             if before is None or is_idle or not self._can_still_sample():
                 raise
-            raise StepFailedError(explain(error)) from error
+            raise StepFailedError(describe_error(error)) from error
         if self.version == before:
             if before is not None and not is_idle:
-                self._spans.add_work(started, time.time(), before, num_tokens(chunks))
+                self._spans.add_work(started, time.time(), before, count_tokens(chunks))
             return self._send_chunks(chunks)
         if before is not None:
-            self._spans.add_late_tokens(num_tokens(chunks), before)
+            self._spans.add_late_tokens(count_tokens(chunks), before)
         # what the former weights sampled, before the new version
         self._send_chunks(chunks)
         self._send_updated(before, started, None)

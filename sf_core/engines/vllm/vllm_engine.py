@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sf_core.engines.drivers.driver import explain
+from sf_core.engines.drivers.driver import describe_error
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
@@ -57,7 +57,7 @@ class VllmEngine:
         """`vocabularies` are what answers with grammars are made of; None: the server follows no grammars.
         `pictures`: None: the policy does not see."""
         self.loop = asyncio.new_event_loop()
-        self.tell: Callable[[Event], None] = lambda event: None
+        self.emit: Callable[[Event], None] = lambda event: None
         self._server = server
         self._delivery = delivery
         self._keep_kv = keep_kv
@@ -131,7 +131,7 @@ class VllmEngine:
         version = 0 if self._reported_weights is None else self._reported_weights.version
         for turn in turns:
             if not turn.has_ended:
-                self.tell(Chunk(turn.request.request_id, [], [], version, FinishReason.ABORT))
+                self.emit(Chunk(turn.request.request_id, [], [], version, FinishReason.ABORT))
 
     async def pause(self) -> None:
         self._is_paused = True
@@ -192,7 +192,7 @@ class VllmEngine:
             except (ValueError, OSError) as error:
                 if weights != self._wanted_weights:
                     continue
-                self.tell(error if self._reported_weights is None else WeightsRefusedError(str(error)))
+                self.emit(error if self._reported_weights is None else WeightsRefusedError(str(error)))
                 self._wanted_weights = None
                 if self._reported_weights is None or self._server_weights is None or not self._lacks_weights:
                     return
@@ -243,7 +243,7 @@ class VllmEngine:
             self._reported_weights = weights
             self._lacks_weights = False
             self._failed_starts = 0
-            self.tell(weights)
+            self.emit(weights)
             if not self._is_paused:
                 await self._resume_sampling(client)
             await self._delivery.unload_others(client)
@@ -280,7 +280,7 @@ class VllmEngine:
                 if turn.has_ended:
                     self._turns.pop(name, None)
                 for chunk in turn.chunks(piece, version, finish):
-                    self.tell(chunk)
+                    self.emit(chunk)
             if reason is None or (reason == "abort" and self._is_sampling and name in self._turns):
                 raise EngineLostError("vLLM ended a request that was not cancelled")
         except EngineLostError as error:
@@ -289,7 +289,7 @@ class VllmEngine:
             log.error("%s", error, exc_info=not isinstance(error, RequestRefusedError))
             turn.has_ended = True
             self._turns.pop(name, None)
-            self.tell(Chunk.failed(name, version, explain(error)))
+            self.emit(Chunk.failed(name, version, describe_error(error)))
         finally:
             turn.stream = None
             self._streaming.discard(turn)
@@ -339,7 +339,7 @@ class VllmEngine:
             log.warning("vLLM is lost: %s\n%s", error, self._server.last_lines())
         self._reset()
         if is_used:
-            self.tell(reported)
+            self.emit(reported)
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -350,7 +350,7 @@ class VllmEngine:
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self.tell(error)
+            self.emit(error)
 
     async def _end_tasks(self) -> None:
         self._reset()

@@ -17,7 +17,7 @@ class SelfRunningEngine:
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.loop = asyncio.new_event_loop()
-        self.tell: Callable[[Event], None] = lambda event: None
+        self.emit: Callable[[Event], None] = lambda event: None
         self.engine = engine
         self._steps: asyncio.Task[None] | None = None
 
@@ -58,13 +58,13 @@ class SelfRunningEngine:
             try:
                 self._tell_all(self.engine.step())
             except WeightsRefusedError as error:
-                self.tell(error)
+                self.emit(error)
             except Exception as error:
-                return self.tell(error)
+                return self.emit(error)
             if self.engine.version != before:
-                self.tell(self._weights)
+                self.emit(self._weights)
             await asyncio.sleep(STEP_S)
 
     def _tell_all(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
-            self.tell(chunk)
+            self.emit(chunk)

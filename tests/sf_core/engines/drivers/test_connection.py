@@ -13,12 +13,12 @@ from websockets.http11 import Request, Response
 from websockets.sync.client import connect
 from websockets.sync.server import ServerConnection, serve
 
-from sf_core.engines.drivers.connection import Line
+from sf_core.engines.drivers.connection import DataPlaneAddress
 from tests.bench.waits import join
 
 
 @contextmanager
-def answering(status: int) -> Iterator[Line]:
+def answering(status: int) -> Iterator[DataPlaneAddress]:
     """The way to a server that refuses every WebSocket with this status."""
 
     def refuse(connection: ServerConnection, request: Request) -> Response:
@@ -28,7 +28,7 @@ def answering(status: int) -> Iterator[Line]:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield Line(f"http://127.0.0.1:{server.socket.getsockname()[1]}", None)
+            yield DataPlaneAddress(f"http://127.0.0.1:{server.socket.getsockname()[1]}", None)
         finally:
             server.shutdown()
             join(thread)
@@ -36,7 +36,7 @@ def answering(status: int) -> Iterator[Line]:
 
 @pytest.mark.parametrize("status", [408, 429, 502, 503])
 def test_a_data_plane_without_room_is_tried_again(status: int) -> None:
-    with answering(status) as line, pytest.raises(ConnectionError) as refused, line.open():
+    with answering(status) as line, pytest.raises(ConnectionError) as refused, line.connecting():
         connect(line.url, **line.options)
     assert str(refused.value) == (
         f"data plane at {line.url}: server rejected WebSocket connection: HTTP {status}: all places are taken"
@@ -45,5 +45,5 @@ def test_a_data_plane_without_room_is_tried_again(status: int) -> None:
 
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_data_plane_that_refuses_is_not_tried_again(status: int) -> None:
-    with answering(status) as line, pytest.raises(InvalidStatus), line.open():
+    with answering(status) as line, pytest.raises(InvalidStatus), line.connecting():
         connect(line.url, **line.options)
