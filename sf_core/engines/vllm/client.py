@@ -36,7 +36,7 @@ class RequestFailedError(RequestRefusedError):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPiece:
+class StreamDelta:
     """Tokens of a stream, in the order they came."""
 
     token_ids: list[int]
@@ -71,7 +71,7 @@ class VllmClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[StreamPiece]:
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[StreamDelta]:
         """Stream the tokens of a request. Raises RequestRefusedError."""
         data = orjson.dumps(body)
         headers = {"Content-Type": "application/json"}
@@ -90,7 +90,7 @@ class VllmClient:
                         error = message.get("error") or message
                         text = str(error.get("message") or error)
                         raise await self._explain_failure(int(error.get("code") or 500), text)
-                    yield _read_piece(message)
+                    yield _read_delta(message)
 
     async def _explain_failure(self, status: int, text: str) -> Exception:
         """The error to raise for a request that was answered with this status."""
@@ -155,7 +155,7 @@ class VllmClient:
     async def resume(self) -> None:
         await self._command("/resume")
 
-    async def reload(self, folder: str) -> None:
+    async def reload_weights(self, folder: str) -> None:
         """Take the weights of a model folder, while paused."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self._command("/collective_rpc", call, timeout_s=_WORK_TIMEOUT_S)
@@ -175,7 +175,7 @@ class VllmClient:
         if status not in (200, 404):
             raise EngineLostError(f"vLLM answered {_UNLOAD_ADAPTER} with {status}: {_read_message(answer)}")
 
-    async def name_weights(self, label: str) -> None:
+    async def set_weight_version(self, label: str) -> None:
         """Give the weights a name, which finished requests then carry."""
         await self._command("/update_weight_version", {"new_version": label})
 
@@ -183,14 +183,14 @@ class VllmClient:
         """Give the device's memory back. 1: weights move to the host's memory; 2: they are dropped."""
         await self._command("/sleep", timeout_s=_WORK_TIMEOUT_S, level=str(level))
 
-    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        await self._command("/wake_up", timeout_s=_WORK_TIMEOUT_S, tags=what)
+    async def wake_up(self, tag: Literal["weights", "kv_cache"]) -> None:
+        await self._command("/wake_up", timeout_s=_WORK_TIMEOUT_S, tags=tag)
 
-    async def drop_prefixes(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         """Forget the KV of requests that have ended."""
         await self._command("/reset_prefix_cache")
 
-    async def forget_pictures(self) -> None:
+    async def reset_encoder_cache(self) -> None:
         """Drop the cached features of pictures, while paused. With other weights the server would end at the
         next picture whose features it still has."""
         await self._command("/reset_encoder_cache")
@@ -238,12 +238,12 @@ def _raise_engine_lost(path: str) -> Iterator[None]:
         ) from error
 
 
-def _read_piece(message: dict[str, Any]) -> StreamPiece:
+def _read_delta(message: dict[str, Any]) -> StreamDelta:
     (choice,) = message["choices"]
     token_ids = choice["token_ids"] or []
     content = (choice["logprobs"] or {}).get("content") or []
     spans = choice.get("weight_versions") or []
-    return StreamPiece(
+    return StreamDelta(
         token_ids,
         [entry["logprob"] for entry in content],
         choice["finish_reason"],

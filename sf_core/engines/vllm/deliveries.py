@@ -64,7 +64,7 @@ class WholeModels(Delivery):
         return self._policy.path
 
     async def switch(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
-        await client.reload(source)
+        await client.reload_weights(source)
 
     def close(self) -> None:
         self._weights.close()

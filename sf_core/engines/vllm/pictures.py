@@ -18,7 +18,7 @@ from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.vllm.client import (
     RequestFailedError,
     RequestRefusedError,
-    StreamPiece,
+    StreamDelta,
     VllmClient,
 )
 from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight
@@ -59,7 +59,7 @@ class Pictures:
 
     async def generate(
         self, client: VllmClient, body: dict[str, Any], spans: Sequence[PictureSpan]
-    ) -> AsyncGenerator[StreamPiece]:
+    ) -> AsyncGenerator[StreamDelta]:
         """Stream the tokens of a request, whose body has all ids, with its pictures. Raises as
         `client.generate`, also if a picture is missing or broken, or the server shows others."""
         # a sampled one would take the next picture when the request is sent again
@@ -99,7 +99,7 @@ class Pictures:
         return body | {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
 
 
-def _compare(first: StreamPiece, ids: list[int], spans: Sequence[PictureSpan]) -> None:
+def _compare(first: StreamDelta, ids: list[int], spans: Sequence[PictureSpan]) -> None:
     """Raises RequestRefusedError if a stream, by its first piece, goes on from other ids or pictures."""
     wanted = [{"offset": span.start, "length": span.length} for span in spans]
     if (first.prompt_ids, first.pictures) != (ids, wanted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from sf_core.engines.vllm.client import StreamPiece
+from sf_core.engines.vllm.client import StreamDelta
 from sf_core.models.counter import bits
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
@@ -63,23 +63,23 @@ class VllmTurn:
             },
         }
 
-    def append(self, piece: StreamPiece) -> FinishReason | None:
+    def append(self, delta: StreamDelta) -> FinishReason | None:
         """Append the tokens of a piece of the stream; returns why the request has ended,
         None if it has not."""
         self.has_answered = True
-        self.sampled += piece.token_ids
-        reason = piece.finish_reason if piece.finish_reason in ("stop", "length") else None
+        self.sampled += delta.token_ids
+        reason = delta.finish_reason if delta.finish_reason in ("stop", "length") else None
         if len(self.sampled) >= self.request.max_tokens:
             reason = reason or "length"
         self.has_ended = reason is not None
         return FinishReason(reason) if reason else None
 
-    def chunks(self, piece: StreamPiece, version: int, finish: FinishReason | None) -> list[Chunk]:
+    def chunks(self, delta: StreamDelta, version: int, finish: FinishReason | None) -> list[Chunk]:
         """The chunks that report the piece. vLLM joins tokens that its stream could not take in time;
         a streamed request gets one chunk for each token."""
         request_id = self.request.request_id
-        ids = piece.token_ids
-        logprobs = piece.logprobs
+        ids = delta.token_ids
+        logprobs = delta.logprobs
         if not ids and finish is None:
             return []
         # all but the last token have a chunk of their own if the request is streamed

@@ -224,22 +224,22 @@ class VllmEngine:
             self._lacks_weights = True
             await self._end_streams(self._streaming, client.pause("abort"))
             if self._is_asleep:
-                await client.wake("weights")
+                await client.wake_up("weights")
             if self._server_weights != weights:
                 self._server_weights = None
                 await self._delivery.switch(client, weights, source)
                 self._server_weights = weights
             if self._is_asleep:
-                await client.wake("kv_cache")
-                await client.drop_prefixes()
+                await client.wake_up("kv_cache")
+                await client.reset_prefix_cache()
                 self._is_asleep = False
             if self._pictures is not None:
-                await client.forget_pictures()
+                await client.reset_encoder_cache()
             if weights != self._wanted_weights:
                 # superseded by newer weights, or the engine was put to rest
                 return
             self._weights_label = f"{self._engine_name}.{weights.version}"
-            await client.name_weights(self._weights_label)
+            await client.set_weight_version(self._weights_label)
             self._reported_weights = weights
             self._lacks_weights = False
             self._failed_starts = 0
@@ -272,14 +272,14 @@ class VllmEngine:
                 pieces = client.generate(body)
             else:
                 pieces = self._pictures.generate(client, body, turn.request.pictures)
-            async for piece in pieces:
-                if piece.labels - {label}:
-                    raise EngineLostError(f"vLLM used weights {set(piece.labels)}; expected {label}")
-                finish = turn.append(piece)
-                reason = piece.finish_reason
+            async for delta in pieces:
+                if delta.labels - {label}:
+                    raise EngineLostError(f"vLLM used weights {set(delta.labels)}; expected {label}")
+                finish = turn.append(delta)
+                reason = delta.finish_reason
                 if turn.has_ended:
                     self._turns.pop(name, None)
-                for chunk in turn.chunks(piece, version, finish):
+                for chunk in turn.chunks(delta, version, finish):
                     self.emit(chunk)
             if reason is None or (reason == "abort" and self._is_sampling and name in self._turns):
                 raise EngineLostError("vLLM ended a request that was not cancelled")

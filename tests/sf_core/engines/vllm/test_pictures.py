@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from sf_core.engines.testing import awake, sample
 from sf_core.engines.vllm import pictures as module
-from sf_core.engines.vllm.client import RequestRefusedError, StreamPiece, VllmClient
+from sf_core.engines.vllm.client import RequestRefusedError, StreamDelta, VllmClient
 from sf_core.engines.vllm.limits import check_shape
 from sf_core.engines.vllm.pictures import Pictures
 from sf_core.engines.vllm.policy_folder import PolicyFolder
@@ -148,13 +148,13 @@ async def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_g
     broken, missing = (PictureSpan(digit * 64, 1, 1, fake_server.SIDE, fake_server.SIDE) for digit in "01")
     seen = Pictures(SIGHT, remote)
 
-    async def ask(*pictures: PictureSpan) -> list[StreamPiece]:
+    async def ask(*pictures: PictureSpan) -> list[StreamDelta]:
         client = VllmClient(fake.url)
         ids, spans = bench.engines.seeing_policies.place_pictures([5, *pictures], SIGHT)
         sampling = {"max_tokens": 1, "stop_token_ids": (), "stream_interval": 1}
         body = {"request_id": "r", "token_ids": ids, "sampling_params": sampling}
         try:
-            await client.reload(f"{versions}/v-0")
+            await client.reload_weights(f"{versions}/v-0")
             await client.resume()
             return [piece async for piece in seen.generate(client, body, spans)]
         finally:
