@@ -5,12 +5,12 @@ from __future__ import annotations
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.grammar import Vocabularies
-from sf_core.engines.vllm.deliveries import Adapters, WholeModels
 from sf_core.engines.vllm.limits import check_cpu_build, check_shape
 from sf_core.engines.vllm.pictures import Pictures
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, OwnServer, make_arguments
+from sf_core.engines.vllm.server import GRAMMAR_ARGUMENT, EngineServer, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
+from sf_core.engines.vllm.weight_loading import FullWeights, LoraWeights
 from sf_core.environment_variables import has_gpu, vllm_python
 from storage.run_directory import RunDirectory
 
@@ -27,8 +27,8 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
     policy = PolicyFolder(start_dir, untied=untied, max_picture_tokens=config.rollout.max_picture_tokens)
     check_shape(policy.config)
     pictures = Pictures(policy.sight, RunDirectory(config.run_dir).media_dir) if policy.sight else None
-    adapters = Adapters(start_dir, policy) if config.train.lora else None
-    delivery = adapters or WholeModels(policy)
+    adapters = LoraWeights(start_dir, policy) if config.train.lora else None
+    weight_loading = adapters or FullWeights(policy)
     arguments = make_arguments(
         dtype=config.policy.dtype_name,
         context_length=engine.context,
@@ -37,10 +37,12 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
         on_cpu=on_cpu,
         adapter_rank=adapters.rank if adapters else None,
         media_dir=pictures.folder if pictures else None,
-        more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
+        more=[*[GRAMMAR_ARGUMENT] * settings.follows_grammars, *settings.arguments],
     )
     sleep_level = 0 if on_cpu or adapters else settings.sleep_level
-    server = OwnServer(policy.path, arguments, on_cpu=on_cpu, sleep_level=sleep_level)
+    server = EngineServer(policy.path, arguments, on_cpu=on_cpu, sleep_level=sleep_level)
     vocabularies = Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None
     keep_kv = engine.kv_on_update == "keep"
-    return VllmEngine(server, delivery, policy.vocab_size, engine.context, keep_kv, vocabularies, pictures)
+    return VllmEngine(
+        server, weight_loading, policy.vocab_size, engine.context, keep_kv, vocabularies, pictures
+    )

@@ -91,7 +91,7 @@ class PolicyFolder:
         needed = cache_bytes(self.config, max_running + 1, rounded)
         return _MAX_KV_BYTES if needed is None else min(needed, _MAX_KV_BYTES)
 
-    def take(self, folder: str) -> None:
+    def link_weights(self, folder: str) -> None:
         """Link to the weights of this folder, which must stay while a server reads them. Raises ValueError,
         and changes nothing, if they are not of the shapes of those that were taken before: vLLM would find
         out half-way."""

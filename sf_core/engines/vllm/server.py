@@ -50,11 +50,11 @@ _ENVIRONMENT_ON_CPU = {
 }
 
 
-FOLLOWS_GRAMMARS = "--logits-processors=sf_core.engines.vllm.grammar_processor:GrammarProcessor"
+GRAMMAR_ARGUMENT = "--logits-processors=sf_core.engines.vllm.grammar_processor:GrammarProcessor"
 """The argument with which a server that does not speculate holds answers to grammars."""
 
 
-TAKES_ADAPTERS = "--enable-lora"
+ENABLE_LORA = "--enable-lora"
 
 _ALLOWED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM allows for --max-lora-rank."""
@@ -68,7 +68,7 @@ def make_adapter_arguments(rank: int) -> list[str]:
     """The arguments of a server that is given adapters of this rank."""
     max_rank = next((allowed for allowed in _ALLOWED_LORA_RANKS if allowed >= rank), rank)
     return [
-        TAKES_ADAPTERS,
+        ENABLE_LORA,
         f"--max-loras={MAX_ADAPTERS}",
         f"--max-cpu-loras={MAX_ADAPTERS + 1}",
         f"--max-lora-rank={max_rank}",
@@ -170,7 +170,7 @@ def _choose_short_temporary_folder() -> str:
     return folder if len(folder) + len("/sf-scratch-12345678/socket") < _MAX_SOCKET_PATH else "/tmp"
 
 
-class OwnServer:
+class EngineServer:
     """The server of an engine: its starts, the clients of it, and its ends."""
 
     def __init__(self, model_dir: str, arguments: Sequence[str], *, on_cpu: bool, sleep_level: int) -> None:
@@ -180,7 +180,7 @@ class OwnServer:
         self._arguments = arguments
         self._on_cpu = on_cpu
         self.sleep_level = sleep_level
-        self.ends_at_rest = not on_cpu and not sleep_level
+        self.stops_at_rest = not on_cpu and not sleep_level
         """Whether the server is ended at rest, because it holds memory of a GPU and cannot sleep."""
         self._server: VllmServer | None = None
 
@@ -205,16 +205,16 @@ class OwnServer:
             self._check_keeper()
             await client.check_health()
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """End the server, or its start."""
         if self._server is not None:
             self._server.end()
         self._server = None
 
-    def leave_start(self) -> None:
+    def cancel_start(self) -> None:
         """A start is not awaited any more: end it if it takes memory of a device."""
         if not self._on_cpu:
-            self.leave()
+            self.stop()
 
     def last_lines(self) -> str:
         """The end of the server's log."""
@@ -239,6 +239,6 @@ def _make_environment(folder: str, arguments: Sequence[str], on_cpu: bool, key: 
     variables = select_inherited() | _ENVIRONMENT | {"TMPDIR": folder}
     # the routes for weights, pauses and sleep
     variables |= {"VLLM_API_KEY": key} if key else {"VLLM_SERVER_DEV_MODE": "1"}
-    if TAKES_ADAPTERS in arguments:
+    if ENABLE_LORA in arguments:
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     return variables | (_ENVIRONMENT_ON_CPU if on_cpu else {})

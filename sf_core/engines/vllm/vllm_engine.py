@@ -2,7 +2,7 @@
 runs on its event loop: streams, updates of weights, and the start and end of the server.
 
 Every request to vLLM is sampled by one version: an update ends all streams, has the server sample by the new
-version (deliveries.py), and sends what is left of each request again. vLLM's own name of the weights must
+version (weight_loading.py), and sends what is left of each request again. vLLM's own name of the weights must
 agree at the end of each.
 """
 
@@ -21,10 +21,10 @@ from sf_core.engines.drivers.driver import describe_error
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
-from sf_core.engines.vllm.deliveries import Delivery
 from sf_core.engines.vllm.pictures import Pictures
-from sf_core.engines.vllm.server import OwnServer
+from sf_core.engines.vllm.server import EngineServer
 from sf_core.engines.vllm.turn import VllmTurn
+from sf_core.engines.vllm.weight_loading import WeightLoading
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class VllmEngine:
 
     def __init__(
         self,
-        server: OwnServer,
-        delivery: Delivery,
+        server: EngineServer,
+        weight_loading: WeightLoading,
         vocab_size: int,
         context_length: int,
         keep_kv: bool,
@@ -59,7 +59,7 @@ class VllmEngine:
         self.loop = asyncio.new_event_loop()
         self.emit: Callable[[Event], None] = lambda event: None
         self._server = server
-        self._delivery = delivery
+        self._weight_loading = weight_loading
         self._keep_kv = keep_kv
         self._vocab_size = vocab_size
         self._context_length = context_length
@@ -157,9 +157,9 @@ class VllmEngine:
             self._reported_weights = None
             self._is_sampling = False
             if self._client is None:
-                return self._server.leave_start()
+                return self._server.cancel_start()
             await self._end_streams(self._streaming, self._client.pause("abort"))
-            if self._server.ends_at_rest:
+            if self._server.stops_at_rest:
                 self._reset()
             elif self._server.sleep_level and not self._is_asleep:
                 await self._client.sleep(self._server.sleep_level)
@@ -171,7 +171,7 @@ class VllmEngine:
         self.loop.run_until_complete(self._end_tasks())
         self._fetch_executor.shutdown(cancel_futures=True)
         self.loop.close()
-        self._delivery.close()
+        self._weight_loading.close()
 
     async def _update_weights(self) -> None:
         """Have the wanted weights fetched and given to the server."""
@@ -180,7 +180,7 @@ class VllmEngine:
         ):
             try:
                 folder = await asyncio.get_running_loop().run_in_executor(
-                    self._fetch_executor, self._delivery.fetch, weights
+                    self._fetch_executor, self._weight_loading.fetch, weights
                 )
                 if weights != self._wanted_weights:
                     continue
@@ -207,13 +207,13 @@ class VllmEngine:
 
     async def _connect(self, weights: WeightsRef) -> None:
         self._client, is_new = await self._server.connect()
-        self._server_weights = weights if is_new and self._delivery.is_in_start else None
+        self._server_weights = weights if is_new and self._weight_loading.is_in_start else None
         self._start_task(self._watch(self._client))
 
     async def _load(self, weights: WeightsRef, source: str) -> None:
         async with self._exclusive():
             if self._client is not None and self._server_weights != weights:
-                await self._delivery.load(self._client, weights, source)
+                await self._weight_loading.load(self._client, weights, source)
 
     async def _switch_weights(self, weights: WeightsRef, source: str) -> None:
         async with self._exclusive():
@@ -227,7 +227,7 @@ class VllmEngine:
                 await client.wake_up("weights")
             if self._server_weights != weights:
                 self._server_weights = None
-                await self._delivery.switch(client, weights, source)
+                await self._weight_loading.switch(client, weights, source)
                 self._server_weights = weights
             if self._is_asleep:
                 await client.wake_up("kv_cache")
@@ -246,7 +246,7 @@ class VllmEngine:
             self.emit(weights)
             if not self._is_paused:
                 await self._resume_sampling(client)
-            await self._delivery.unload_others(client)
+            await self._weight_loading.unload_others(client)
 
     async def _resume_sampling(self, client: VllmClient) -> None:
         await client.resume()
@@ -259,7 +259,7 @@ class VllmEngine:
 
     def _open_stream(self, turn: VllmTurn) -> None:
         assert self._client is not None and self._reported_weights is not None
-        body = turn.body(f"{self._engine_name}.{next(self._numbers)}", self._delivery.model)
+        body = turn.body(f"{self._engine_name}.{next(self._numbers)}", self._weight_loading.model)
         turn.stream = self._start_task(self._sample(turn, body, self._client, self._reported_weights.version))
         self._streaming.add(turn)
 
@@ -372,5 +372,5 @@ class VllmEngine:
         if self._client is not None:
             self._closing = asyncio.create_task(self._client.close())
             self._client = None
-        self._server.leave()
-        self._delivery.forget()
+        self._server.stop()
+        self._weight_loading.reset()

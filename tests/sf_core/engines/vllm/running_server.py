@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from sf_core.engines.vllm.client import VllmClient
-from sf_core.engines.vllm.server import OwnServer
+from sf_core.engines.vllm.server import EngineServer
 
 
-class RunningServer(OwnServer):
+class RunningServer(EngineServer):
     """A server at a URL or a Unix socket, which is not ended."""
 
     def __init__(self, *, url: str = "http://vllm", socket: str | None = None) -> None:

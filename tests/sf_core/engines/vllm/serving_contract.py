@@ -12,10 +12,10 @@ import pytest
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
-from sf_core.engines.vllm.deliveries import Adapters, WholeModels
 from sf_core.engines.vllm.pictures import Pictures
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.vllm_engine import VllmEngine
+from sf_core.engines.vllm.weight_loading import FullWeights, LoraWeights
 from sf_core.types import Chunk, WeightsRef
 from tests.bench.properties import examples
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, FakeVllm, next_token
@@ -41,12 +41,12 @@ class ServingTests(EngineTests):
     def made(self, *, keep_kv: bool = False) -> VllmEngine:
         start = f"{self.folders}/{'start' if self.adapts else 'v-0'}"
         policy = PolicyFolder(start, untied=False)
-        delivery = Adapters(start, policy) if self.adapts else WholeModels(policy)
+        weight_loading = LoraWeights(start, policy) if self.adapts else FullWeights(policy)
         pictures = None
         if policy.sight is not None and self.media_dir is not None:
             pictures = Pictures(policy.sight, self.media_dir)
         self.place = RunningServer(url=self.fake.url)
-        return VllmEngine(self.place, delivery, policy.vocab_size, CONTEXT, keep_kv, None, pictures)
+        return VllmEngine(self.place, weight_loading, policy.vocab_size, CONTEXT, keep_kv, None, pictures)
 
     def make(self) -> VllmEngine:
         return self.engine

@@ -14,8 +14,8 @@ from sf_core.engines.protocol import AsyncEngine, Engine, EngineLostError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, until
 from sf_core.engines.vllm.client import VllmClient
-from sf_core.engines.vllm.deliveries import Adapters
-from sf_core.engines.vllm.server import TAKES_ADAPTERS
+from sf_core.engines.vllm.server import ENABLE_LORA
+from sf_core.engines.vllm.weight_loading import LoraWeights
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from tests.bench.engines.adapter_contract import AdapterEngineTests
 from tests.bench.engines.adapter_folders import AdapterFolders
@@ -94,10 +94,10 @@ class TestContract(AdapterEngineTests):
     def test_a_server_that_is_killed_between_two_versions_serves_the_next_one_when_it_is_back(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        unload_others = Adapters.unload_others
+        unload_others = LoraWeights.unload_others
         killed = list[str]()
 
-        async def kill_before(adapters: Adapters, client: VllmClient) -> None:
+        async def kill_before(adapters: LoraWeights, client: VllmClient) -> None:
             if adapters.model and adapters.model.startswith("policy.1.") and not killed:
                 killed.append(adapters.model)
                 for process in small_policies.servers():
@@ -106,7 +106,7 @@ class TestContract(AdapterEngineTests):
 
         with self.serve() as engine:
             # not earlier: a test before may have left version 1
-            monkeypatch.setattr(Adapters, "unload_others", kill_before)
+            monkeypatch.setattr(LoraWeights, "unload_others", kill_before)
             engine.submit(self.request("r"))
             with pytest.raises(EngineLostError):
                 awake(engine, self.weights(1))
@@ -124,7 +124,7 @@ class TestContract(AdapterEngineTests):
     ) -> None:
         memory = list[int]()
         with self.serve() as engine:
-            url = as_tcp(small_policies.own_socket(TAKES_ADAPTERS))
+            url = as_tcp(small_policies.own_socket(ENABLE_LORA))
             for version in range(1, 61):
                 engine.submit(self.request("r"))
                 # of 30 adapters, each twice

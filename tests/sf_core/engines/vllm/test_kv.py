@@ -28,7 +28,7 @@ def running(engine: Engine, tied: small_policies.Policies, monkeypatch: pytest.M
     awake(driven, tied.ref(0))
     driven.rest()
     place = RunningServer(socket=small_policies.own_socket())
-    monkeypatch.setattr(vllm_engine, "OwnServer", lambda *_, **__: place)
+    monkeypatch.setattr(vllm_engine, "EngineServer", lambda *_, **__: place)
     yield
     # for the tests that own the server: it has other weights than they gave it
     awake(driven, tied.ref(99))

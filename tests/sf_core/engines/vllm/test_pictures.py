@@ -202,7 +202,7 @@ def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_par
     for untied in (True, False):
         folder = PolicyFolder(policies.start_dir, untied=untied, max_picture_tokens=16)
         for version in (1, 0, 2):
-            folder.take(policies.folder(version))
+            folder.link_weights(policies.folder(version))
             expected = load_file(f"{policies.whole(version)}/model.safetensors")
             got = load_weights(folder.path)
             if untied:
@@ -216,7 +216,7 @@ def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_par
         name = min(wrong)
         save_weights(str(tmp_path / "wrong"), {k: t for k, t in wrong.items() if k != name}, 3)
         with pytest.raises(ValueError, match=name):
-            folder.take(str(tmp_path / "wrong"))
+            folder.link_weights(str(tmp_path / "wrong"))
 
 
 def test_a_vllm_that_cannot_prepare_pictures_is_said_for_a_policy_that_sees(

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.testing import awake, drain, until
-from sf_core.engines.vllm.deliveries import Adapters
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import OwnServer, make_adapter_arguments, make_arguments
+from sf_core.engines.vllm.server import EngineServer, make_adapter_arguments, make_arguments
+from sf_core.engines.vllm.weight_loading import LoraWeights
 from sf_core.models.adapter import Adapter, name_factor
 from sf_core.types import Chunk, WeightsRef
 from storage.tensors.weights import ADAPTER_NAME, save_adapter, save_weights
@@ -90,7 +90,7 @@ def test_a_server_is_for_the_lowest_of_vllms_ranks_that_is_enough(rank: int) -> 
 def test_a_server_ends_at_rest_if_it_holds_a_gpu_and_cannot_sleep(
     on_cpu: bool, sleep_level: int, ends: bool
 ) -> None:
-    assert OwnServer("model", [], on_cpu=on_cpu, sleep_level=sleep_level).ends_at_rest == ends
+    assert EngineServer("model", [], on_cpu=on_cpu, sleep_level=sleep_level).stops_at_rest == ends
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -114,12 +114,12 @@ def test_a_server_with_adapters_never_sleeps_and_one_without_is_started_as_befor
 
 
 def test_a_server_is_given_the_adapter_of_the_newest_version_and_none_before_it(adapters: Path) -> None:
-    delivery = Adapters(f"{adapters}/start", PolicyFolder(f"{adapters}/start", untied=False))
+    weight_loading = LoraWeights(f"{adapters}/start", PolicyFolder(f"{adapters}/start", untied=False))
     for version in (0, 1, 2, 1, 5):
-        folder = delivery.fetch(WeightsRef(version, f"{adapters}/a-{version}"))
+        folder = weight_loading.fetch(WeightsRef(version, f"{adapters}/a-{version}"))
         [factor] = load_file(f"{folder}/{ADAPTER_NAME}").values()
         assert factor.unique().tolist() == [version]
-    delivery.close()
+    weight_loading.close()
 
 
 class TestAdapters(ServingTests):
@@ -191,9 +191,9 @@ class TestAdapters(ServingTests):
     def test_a_server_that_cannot_sleep_gives_its_gpu_back_by_its_end(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(self.place, "ends_at_rest", True)
+        monkeypatch.setattr(self.place, "stops_at_rest", True)
         # a server that is started again knows no adapters
-        monkeypatch.setattr(self.place, "leave", self.fake.adapters.clear)
+        monkeypatch.setattr(self.place, "stop", self.fake.adapters.clear)
         with self.serve() as engine:
             awake(engine, self.weights(1))
             engine.rest()

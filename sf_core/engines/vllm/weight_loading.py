@@ -22,7 +22,7 @@ from storage.scratch import scratch_folder
 from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME
 
 
-class Delivery:
+class WeightLoading:
     model: str | None = None
     """What a request must name to be sampled by the version that was switched to; None: nothing."""
     is_in_start = False
@@ -44,7 +44,7 @@ class Delivery:
     async def unload_others(self, client: VllmClient) -> None:
         """Forget all weights but those that were switched to."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The server is not there any more."""
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Delivery:
         raise NotImplementedError
 
 
-class WholeModels(Delivery):
+class FullWeights(WeightLoading):
     is_in_start = True
 
     def __init__(self, policy: PolicyFolder) -> None:
@@ -60,7 +60,7 @@ class WholeModels(Delivery):
         self._weights = HostWeights()
 
     def fetch(self, weights: WeightsRef) -> str:
-        self._policy.take(self._weights.fetch(weights))
+        self._policy.link_weights(self._weights.fetch(weights))
         return self._policy.path
 
     async def switch(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
@@ -70,7 +70,7 @@ class WholeModels(Delivery):
         self._weights.close()
 
 
-class Adapters(Delivery):
+class LoraWeights(WeightLoading):
     """Adapters of one shape. Each has a copy in a folder of its own that stays while the server may know it:
     vLLM ends if it looks for one whose folder is gone."""
 
@@ -97,7 +97,7 @@ class Adapters(Delivery):
     def fetch(self, weights: WeightsRef) -> str:
         if self._base is None and not self._is_started:
             self._base = HostWeights()
-            self._policy.take(self._base.fetch(WeightsRef(0, self._start_dir)))
+            self._policy.link_weights(self._base.fetch(WeightsRef(0, self._start_dir)))
         for other in [other for other in self._folders if other != weights and other not in self._names]:
             shutil.rmtree(self._folders.pop(other))
         if weights not in self._folders:
@@ -128,7 +128,7 @@ class Adapters(Delivery):
             await client.unload_adapter(self._names[weights])
             del self._names[weights]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._names.clear()
         self._current = None
         self.model = None
