@@ -38,11 +38,11 @@ class CachedModel(Protocol):
         """Makes the same model of other parameters of these names and shapes; refers to no parameters."""
         ...
 
-    def take_factors(self, factors: Factors) -> None:
+    def set_adapter(self, factors: Factors) -> None:
         """Add an adapter of these factors to the weights, in place of the one that was added before."""
         ...
 
-    def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
+    def prefill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         """Store the KV of ids [n, T] in the slots [n], sequence i going on at starts[i]."""
         ...
 
@@ -95,10 +95,10 @@ class DecoderModel:
         # on the CPU small products are faster than fused attention
         self._has_small_products = has_fast_products(params.dtype, params.device)
 
-    def take_factors(self, factors: Factors) -> None:
+    def set_adapter(self, factors: Factors) -> None:
         self._decoder = self._decoder.with_factors(factors.params, factors.scale)
 
-    def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
+    def prefill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         num_rows, length = ids.shape
         num_heads = self._spec.num_heads
         placement = cache.place(slots, starts, length)

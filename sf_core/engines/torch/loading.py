@@ -27,7 +27,9 @@ Make = Callable[[], CachedModel]
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class LoadedWeights:
+    """Weights of a version that are ready to take the place of the current ones."""
+
     version: int
     make: Make | None
     """Returns the new model, which is made already if there was room for it beside the old one. None: the old
@@ -64,7 +66,7 @@ class Loader:
             1, "sf-weights", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
         self._cancelled = threading.Event()
-        self._pending: Future[Arrival] | None = None
+        self._pending: Future[LoadedWeights] | None = None
 
     def begin(self, weights: WeightsRef, current: CachedModel | None) -> None:
         """Begin to make a model of these weights, to replace the current one."""
@@ -74,7 +76,7 @@ class Loader:
         template = None if current is None else (current.params_shapes, current.remake)
         self._pending = self._executor.submit(self._prepare, weights, template, self._cancelled)
 
-    def arrival(self) -> Arrival | None:
+    def poll(self) -> LoadedWeights | None:
         """The weights that were begun last, once they are loaded. Raises, once, the error of loading them."""
         if self._pending is None or not self._pending.done():
             return None
@@ -98,7 +100,7 @@ class Loader:
         weights: WeightsRef,
         template: tuple[dict[str, torch.Size], Callable[[CopiedParams], CachedModel]] | None,
         cancelled: threading.Event,
-    ) -> Arrival:
+    ) -> LoadedWeights:
         def check() -> None:
             if cancelled.is_set():
                 raise _CancelledError
@@ -109,7 +111,7 @@ class Loader:
         if self._adapters is not None:
             factors = read_factors(self._adapters, weights.uri, self._dtype, self._device)
             if template is not None:
-                return Arrival(weights.version, None, factors)
+                return LoadedWeights(weights.version, None, factors)
             full_weights = WeightsRef(0, self._model_dir)
         check()
         folder = self._host_weights.fetch(full_weights)
@@ -123,14 +125,14 @@ class Loader:
                 device=self._device,
                 check=check,
             )
-            return Arrival(weights.version, lambda: model, factors)
+            return LoadedWeights(weights.version, lambda: model, factors)
         shapes, remake = template
         params = read_params(folder, shapes, dtype=self._dtype, device=self._device, check=check)
         num_bytes = sum(shape.numel() for shape in shapes.values()) * self._dtype.itemsize
         if free_memory(self._device) < _MODEL_MEMORY_FACTOR * num_bytes:
-            return Arrival(weights.version, lambda: remake(params))
+            return LoadedWeights(weights.version, lambda: remake(params))
         model = remake(params)
-        return Arrival(weights.version, lambda: model)
+        return LoadedWeights(weights.version, lambda: model)
 
 
 def free_memory(device: torch.device) -> int:

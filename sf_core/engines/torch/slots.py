@@ -64,7 +64,7 @@ class SlotTable:
     def request_ids(self) -> list[str]:
         return list(self._slots)
 
-    def request_in(self, slot: int) -> str:
+    def request_id_at(self, slot: int) -> str:
         """Id of the request that runs in a slot."""
         request = self._requests[slot]
         assert request is not None
@@ -197,7 +197,7 @@ class SlotTable:
         self.num_running -= 1
         return chunk
 
-    def note_new_weights(self, *, keep_kv: bool) -> None:
+    def invalidate_kv(self, *, keep_kv: bool) -> None:
         """Mark all cached KV as invalid, or with `keep_kv` as valid only for the request that runs on it."""
         stays_valid = self.rows["running"] & keep_kv
         self.rows["cached"] *= stays_valid

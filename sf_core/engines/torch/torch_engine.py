@@ -1,6 +1,6 @@
 """The built-in engine: continuous batching of any Hugging Face causal LM on one device.
 
-Every step: waiting requests get idle slots, a part of the missing KV is prefilled (filling.py), then one
+Every step: waiting requests get idle slots, a part of the missing KV is prefilled (prefill.py), then one
 token is sampled, in one batch, for every running request whose KV is complete. New weights come from
 loading.py; the model is in cached_model.py, its cache in kv_cache.py, the slot table in slots.py.
 """
@@ -22,9 +22,9 @@ from sf_core.engines.grammar import Following, Vocabularies
 from sf_core.engines.masking import mask_forbidden
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError, check_request
 from sf_core.engines.torch.cached_model import CachedModel
-from sf_core.engines.torch.filling import fill, to_device
 from sf_core.engines.torch.kv_cache import KVCache
-from sf_core.engines.torch.loading import Arrival, Loader
+from sf_core.engines.torch.loading import LoadedWeights, Loader
+from sf_core.engines.torch.prefill import prefill, to_device
 from sf_core.engines.torch.slots import SlotTable
 from sf_core.models.counter import uniforms
 from sf_core.models.sampling import sample
@@ -135,8 +135,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        if (arrival := self._poll_loader()) is not None:
-            return self._replace_weights(arrival)
+        if (loaded_weights := self._poll_loader()) is not None:
+            return self._replace_weights(loaded_weights)
         if self._loaded is None or self._paused:
             return []
         try:
@@ -155,7 +155,7 @@ class TorchEngine:
             return []
         self._close_holes(cache)
         cache.fit(table.longest)
-        fill(model, cache, table)
+        prefill(model, cache, table)
         # Each row processes its next uncached token; a row that has no other uncached token is sampled.
         rows = table.running
         ready = np.flatnonzero(rows["cached"] == rows["length"] - 1)
@@ -195,7 +195,7 @@ class TorchEngine:
         """End the requests in these slots, whose logits are no distribution."""
         # NaN in the KV would spread to the next requests in these slots
         loaded.cache.clear(slots)
-        chunks = [self._table.abort(self._table.request_in(slot), loaded.version) for slot in slots]
+        chunks = [self._table.abort(self._table.request_id_at(slot), loaded.version) for slot in slots]
         self._table.rows["cached"][slots] = 0
         return [replace(chunk, fault=_INVALID_LOGITS) for chunk in chunks]
 
@@ -227,47 +227,47 @@ class TorchEngine:
         """The grammar states of the requests in these slots that have one, each with its index in `slots`."""
         if not self._grammar_states:
             return []
-        states = [self._grammar_states.get(self._table.request_in(slot)) for slot in slots.tolist()]
+        states = [self._grammar_states.get(self._table.request_id_at(slot)) for slot in slots.tolist()]
         return [(index, state) for index, state in enumerate(states) if state is not None]
 
-    def _poll_loader(self) -> Arrival | None:
+    def _poll_loader(self) -> LoadedWeights | None:
         try:
-            return self._loader.arrival()
+            return self._loader.poll()
         except Exception as error:
             if self._loaded is None:
                 raise
             raise WeightsRefusedError(str(error)) from error
 
-    def _replace_weights(self, arrival: Arrival) -> list[Chunk]:
+    def _replace_weights(self, loaded_weights: LoadedWeights) -> list[Chunk]:
         """Returns chunks of the tokens of earlier weights that were not reported yet."""
-        older_chunks = self._table.report_older_than(arrival.version)
+        older_chunks = self._table.report_older_than(loaded_weights.version)
         loaded = self._loaded
         self._loaded = None
         model = None if loaded is None else loaded.model
         cache = None if loaded is None else loaded.cache
         try:
-            if arrival.make is not None:
+            if loaded_weights.make is not None:
                 # drop the old model first, because the new one may need its memory
                 loaded = None
                 model = None
-                model = arrival.make()
+                model = loaded_weights.make()
             assert model is not None
-            if arrival.factors is not None:
-                model.take_factors(arrival.factors)
+            if loaded_weights.factors is not None:
+                model.set_adapter(loaded_weights.factors)
         except Exception as error:
             self.rest()
             raise EngineLostError(
-                f"only some weights of version {arrival.version} were loaded: {error}"
+                f"only some weights of version {loaded_weights.version} were loaded: {error}"
             ) from error
         if cache is None:
             cache = KVCache(
                 model.cache_shape, self._max_running, self._context_length, self._dtype, self._device
             )
-        self._loaded = _LoadedModel(arrival.version, model, cache)
-        if arrival.make is not None:
+        self._loaded = _LoadedModel(loaded_weights.version, model, cache)
+        if loaded_weights.make is not None:
             # to read and pack the weights took twice the memory of the model
             trim_memory()
-        self._table.note_new_weights(keep_kv=self._keep_kv)
+        self._table.invalidate_kv(keep_kv=self._keep_kv)
         return older_chunks
 
     def _admit_waiting(self, cache: KVCache) -> None:

@@ -61,7 +61,7 @@ class TransformersModel:
         cached._check_against_uncached_pass(context_length)
         return cached
 
-    def take_factors(self, factors: Factors) -> None:
+    def set_adapter(self, factors: Factors) -> None:
         for hook in self._adapter_hooks:
             hook.remove()
         self._adapter_hooks.clear()
@@ -71,7 +71,7 @@ class TransformersModel:
             module = self._model.get_submodule(layer)
             self._adapter_hooks.append(module.register_forward_hook(partial(_add_adapter_output, adapter)))
 
-    def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
+    def prefill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         self._forward(cache, ids, cache.place(slots, starts, ids.shape[1]))
 
     def next_logits(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
@@ -108,8 +108,8 @@ class TransformersModel:
         try:
             cache = KVCache(self.cache_shape, 2, 4, self._model.dtype, ids.device)
             cache.fit(4)
-            self.fill(cache, ids[:, :2], starts, slots)
-            self.fill(cache, ids[:, 2:3], starts + 2, slots)
+            self.prefill(cache, ids[:, :2], starts, slots)
+            self.prefill(cache, ids[:, 2:3], starts + 2, slots)
             cached_logits = self.next_logits(cache, ids[:, 3], starts + 3)
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ValueError(

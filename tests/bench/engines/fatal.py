@@ -81,13 +81,13 @@ def make_forward_fatal(fatal: int, end: Callable[[], object], set_attribute: Any
 
     from sf_core.engines.torch.cached_model import DecoderModel
 
-    fill = DecoderModel.fill
+    prefill = DecoderModel.prefill
     next_logits = DecoderModel.next_logits
 
-    def fatal_fill(self: DecoderModel, cache: Any, ids: torch.Tensor, *places: Any) -> None:
+    def fatal_prefill(self: DecoderModel, cache: Any, ids: torch.Tensor, *places: Any) -> None:
         if (ids == fatal).any():
             end()
-        fill(self, cache, ids, *places)
+        prefill(self, cache, ids, *places)
 
     def fatal_logits(self: DecoderModel, cache: Any, ids: torch.Tensor, *places: Any) -> torch.Tensor:
         if (ids == fatal).any():
@@ -96,7 +96,7 @@ def make_forward_fatal(fatal: int, end: Callable[[], object], set_attribute: Any
         logits[:, fatal] = -torch.inf
         return logits
 
-    set_attribute(DecoderModel, "fill", fatal_fill)
+    set_attribute(DecoderModel, "prefill", fatal_prefill)
     set_attribute(DecoderModel, "next_logits", fatal_logits)
 
 

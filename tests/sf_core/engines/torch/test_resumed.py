@@ -26,15 +26,15 @@ class Filled:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_tokens = 0
-        fill = DecoderModel.fill
+        prefill = DecoderModel.prefill
 
         def count(
             model: DecoderModel, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor
         ) -> None:
             self.num_tokens += ids.numel()
-            fill(model, cache, ids, starts, slots)
+            prefill(model, cache, ids, starts, slots)
 
-        patch.setattr(DecoderModel, "fill", count)
+        patch.setattr(DecoderModel, "prefill", count)
 
 
 def group_of(prompt: list[int], first_seed: int, max_tokens: int = 20) -> list[GenerationRequest]:

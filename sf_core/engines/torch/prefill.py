@@ -20,7 +20,7 @@ _MAX_PASS_POSITIONS = 32_768
 """Most cached positions that a pass over several sequences reads."""
 
 
-def fill(model: CachedModel, cache: KVCache, table: SlotTable) -> None:
+def prefill(model: CachedModel, cache: KVCache, table: SlotTable) -> None:
     """Compute the KV of running requests up to their last tokens, oldest requests first: first of prompts,
     equal ones once, then of sampled tokens, whose KV is missing only once weights have changed."""
     rows = table.running
@@ -79,7 +79,7 @@ def _prefill_up_to(
         # a shorter gap is widened to the left, over KV that is computed already, so that no sequence grows
         starts = np.maximum(pass_ends - width, 0)
         ids = table.tokens[pass_slots[:, None], starts[:, None] + np.arange(width)]
-        model.fill(cache, *(to_device(values, cache.device) for values in (ids, starts, pass_slots)))
+        model.prefill(cache, *(to_device(values, cache.device) for values in (ids, starts, pass_slots)))
         cached[pass_slots] = pass_ends
     return budget
 
