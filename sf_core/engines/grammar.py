@@ -60,7 +60,7 @@ class Vocabularies:
         return self._by_stop_ids[key]
 
 
-class Following:
+class GrammarState:
     """How far a turn has come in its grammar. A grammar that becomes too complex ends the answer."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: str, sampled: Sequence[int]) -> None:
@@ -75,7 +75,7 @@ class Following:
             self.matcher.consume_tokens([*ids])
 
 
-def find_forbidden(states: Sequence[Following], num_ids: int) -> npt.NDArray[np.bool_]:
+def find_forbidden(states: Sequence[GrammarState], num_ids: int) -> npt.NDArray[np.bool_]:
     """Whether each of `num_ids` tokens must not come next in each of these answers of one vocabulary,
     [len(states), num_ids]. Ids that the tokenizer does not know are forbidden."""
     num_tokens = states[0].num_tokens

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from sf_core.engines.grammar import Following, find_forbidden
+from sf_core.engines.grammar import GrammarState, find_forbidden
 
 
-def mask_forbidden(logits: torch.Tensor, rows: Sequence[int], states: Sequence[Following]) -> None:
+def mask_forbidden(logits: torch.Tensor, rows: Sequence[int], states: Sequence[GrammarState]) -> None:
     """Set the logits of forbidden tokens to -inf, in these rows of logits [B, V]. All answers are of one
     vocabulary."""
     mask = torch.from_numpy(find_forbidden(states, logits.shape[1])).to(logits.device)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
-from sf_core.engines.grammar import Following, Vocabularies
+from sf_core.engines.grammar import GrammarState, Vocabularies
 from sf_core.engines.masking import mask_forbidden
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError, check_request
 from sf_core.engines.torch.cached_model import CachedModel
@@ -117,7 +117,7 @@ class TorchEngine:
         if request.grammar:
             vocabulary = self._vocabularies.of(request.stop_token_ids)
             sampled = request.prompt_ids[len(request.prompt_ids) - request.position :]
-            self._grammar_states[request.request_id] = Following(vocabulary, request.grammar, sampled)
+            self._grammar_states[request.request_id] = GrammarState(vocabulary, request.grammar, sampled)
         self._waiting[request.request_id] = request
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
@@ -219,11 +219,11 @@ class TorchEngine:
     def _reset_requests(self) -> None:
         self._table = SlotTable(self._max_running, self._context_length)
         self._waiting: dict[str, GenerationRequest] = {}
-        self._grammar_states: dict[str, Following] = {}
+        self._grammar_states: dict[str, GrammarState] = {}
         """The state of each request that follows a grammar, by its id."""
         self._paused = False
 
-    def _list_grammar_states(self, slots: npt.NDArray[np.intp]) -> list[tuple[int, Following]]:
+    def _list_grammar_states(self, slots: npt.NDArray[np.intp]) -> list[tuple[int, GrammarState]]:
         """The grammar states of the requests in these slots that have one, each with its index in `slots`."""
         if not self._grammar_states:
             return []

@@ -19,7 +19,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
-from sf_core.engines.grammar import Following, Vocabularies
+from sf_core.engines.grammar import GrammarState, Vocabularies
 from sf_core.engines.masking import mask_forbidden
 
 log = logging.getLogger(__name__)
@@ -49,10 +49,10 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         self._slots.pop(req_idx, None)
-        if (following := self._start_grammar(sampling_params)) is None:
+        if (state := self._start_grammar(sampling_params)) is None:
             return False
         start = int(self._request_states.prompt_len.np[req_idx]) - sampling_params.extra_args["num_sampled"]
-        self._slots[req_idx] = _Answer(following, start, [])
+        self._slots[req_idx] = _Answer(state, start, [])
         return True
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
@@ -75,29 +75,29 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
     def _start_row(
         self, params: SamplingParams, prompt: list[int] | None, sampled: list[int]
     ) -> _Answer | None:
-        if (following := self._start_grammar(params)) is None:
+        if (state := self._start_grammar(params)) is None:
             return None
         # `sampled` is vLLM's own list, which grows
         ids = prompt or []
         num_before = params.extra_args["num_sampled"]
-        following.advance(ids[len(ids) - num_before :])
-        return _Answer(following, 0, sampled)
+        state.advance(ids[len(ids) - num_before :])
+        return _Answer(state, 0, sampled)
 
-    def _start_grammar(self, params: SamplingParams) -> Following | None:
+    def _start_grammar(self, params: SamplingParams) -> GrammarState | None:
         if not (grammar := (params.extra_args or {}).get("grammar")):
             return None
         vocabulary = self._vocabularies.of(params.stop_token_ids or ())
         try:
-            return Following(vocabulary, grammar, ())
+            return GrammarState(vocabulary, grammar, ())
         except ValueError as error:
             # our engine has accepted the grammar, so vLLM has another llguidance. An error ends the server
             log.error("%s", error)
-            return Following(vocabulary, 'start: ""', ())
+            return GrammarState(vocabulary, 'start: ""', ())
 
 
 @dataclass(slots=True)
 class _Answer:
-    following: Following
+    state: GrammarState
     start: int
     """Position of the first of `ids` among all tokens of the request."""
     ids: list[int]
@@ -109,7 +109,7 @@ class _Answer:
         return self.start + len(self.ids)
 
     def read(self) -> None:
-        self.following.advance(self.ids[self.num_read :])
+        self.state.advance(self.ids[self.num_read :])
         self.num_read = len(self.ids)
 
 
@@ -117,5 +117,5 @@ def _mask_rows(logits: torch.Tensor, answers: dict[int, _Answer]) -> torch.Tenso
     """The logits, in which these rows are held to their grammars."""
     if answers:
         rows = sorted(answers)
-        mask_forbidden(logits, rows, [answers[row].following for row in rows])
+        mask_forbidden(logits, rows, [answers[row].state for row in rows])
     return logits

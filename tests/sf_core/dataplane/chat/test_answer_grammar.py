@@ -12,7 +12,7 @@ import pytest
 from sf_core.dataplane.chat.answer_grammar import MAX_SCHEMA_BYTES, answer_grammar
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.engines.grammar import Following, Vocabulary, find_forbidden
+from sf_core.engines.grammar import GrammarState, Vocabulary, find_forbidden
 from tests.bench.dataplane.planes import CALC
 from tests.bench.dataplane.tools import make_special
 
@@ -58,12 +58,12 @@ def follows(renderer: Renderer, text: str, *, schema: Any = SCHEMA, tools: Any =
     tokenizer = Path(renderer.model_dir, "tokenizer.json").read_text(encoding="utf-8")
     stop = renderer.stop_token_ids[0]
     grammar = answer_grammar(schema, [*tools], renderer)
-    following = Following(Vocabulary(tokenizer, renderer.stop_token_ids), grammar, ())
+    state = GrammarState(Vocabulary(tokenizer, renderer.stop_token_ids), grammar, ())
     for token in renderer.encode(text).tolist():
-        if find_forbidden([following], renderer.num_ids)[0, token]:
+        if find_forbidden([state], renderer.num_ids)[0, token]:
             return False
-        following.take([token])
-    return not find_forbidden([following], renderer.num_ids)[0, stop]
+        state.advance([token])
+    return not find_forbidden([state], renderer.num_ids)[0, stop]
 
 
 def test_content_is_json_of_the_schema_on_one_line(made: Any) -> None:
