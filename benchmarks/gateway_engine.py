@@ -40,7 +40,7 @@ class SteppingEngine:
             del self._running[name]
         return [Chunk(name, [], [], self.version or 0, FinishReason.ABORT) for name in ended]
 
-    def take_weights(self, weights: WeightsRef) -> None:
+    def update_weights(self, weights: WeightsRef) -> None:
         self._next_version = weights.version
 
     def step(self) -> list[Chunk]:

@@ -278,12 +278,12 @@ def take_full(engine: StepEngine, run: RunDirectory, version: int) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").unlink(missing_ok=True)
     (folder / "model.safetensors").symlink_to(weights_file(run, version))
-    engine.take_weights(WeightsRef(version, str(folder)))
+    engine.update_weights(WeightsRef(version, str(folder)))
     return version
 
 
 def take_next(engine: StepEngine, run: RunDirectory, version: int) -> int:
-    engine.take_weights(WeightsRef(version, run.weights_dir(version)))
+    engine.update_weights(WeightsRef(version, run.weights_dir(version)))
     return version
 
 

@@ -110,7 +110,7 @@ class EmulatedEngine:
             self._keep(turn)
         return self._take_unreported() + chunks
 
-    def take_weights(self, weights: WeightsRef) -> None:
+    def update_weights(self, weights: WeightsRef) -> None:
         seconds = self._wake_s() if self._version is None else self._weight_load_s
         self._next = weights.version, self._now() + seconds
 

@@ -50,7 +50,7 @@ class DrivenEngine:
         """Requests whose end was not reported."""
         return len(self._names)
 
-    def take_weights(self, weights: WeightsRef) -> None:
+    def update_weights(self, weights: WeightsRef) -> None:
         self._tell(wire.Update(weights) if self._is_welcome else wire.Welcome(weights, self._is_paused))
         self._is_welcome = True
 

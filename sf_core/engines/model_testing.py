@@ -120,13 +120,13 @@ class ModelEngineTests(EngineTests):
                 while True:
                     chunks.extend(engine.step())
 
-            engine.take_weights(self.make_damaged())
+            engine.update_weights(self.make_damaged())
             error = catch(go_on, WeightsRefusedError)
             assert "safetensors" in str(error)
             assert ids_of(chunks + drain(engine)) == expected
             awake(engine, self.weights(2))
             engine.rest()
-            engine.take_weights(self.make_damaged())
+            engine.update_weights(self.make_damaged())
             assert "safetensors" in str(catch(go_on, ValueError))
 
     def test_weights_that_follow_each_other_sample_under_their_own_names(self) -> None:
@@ -136,10 +136,10 @@ class ModelEngineTests(EngineTests):
             chunks: list[Chunk] = []
             for i in range(12):
                 engine.pause()
-                engine.take_weights(self.weights(1 + i % 2))
+                engine.update_weights(self.weights(1 + i % 2))
                 # so that the next ones come at any moment of taking these
                 engine.wait(0.004 * i)
-                engine.take_weights(self.weights(2 - i % 2))
+                engine.update_weights(self.weights(2 - i % 2))
                 engine.resume()
                 chunks += engine.step()
             self.check_logprobs(request, chunks + awake(engine, self.weights(0)) + drain(engine))
@@ -149,10 +149,10 @@ class ModelEngineTests(EngineTests):
             for num_steps in range(8):
                 request = self.request("r", stream=True)
                 engine.submit(request)
-                engine.take_weights(self.weights(1 + num_steps % 2))
+                engine.update_weights(self.weights(1 + num_steps % 2))
                 chunks = [chunk for _ in range(num_steps) for chunk in engine.step()]
                 # of a version that it does not hold yet
-                engine.take_weights(replace(self.make_damaged(), version=3))
+                engine.update_weights(replace(self.make_damaged(), version=3))
                 catch(lambda: until(lambda: chunks.extend(engine.step()), lambda: False), WeightsRefusedError)  # noqa: B023
                 self.check_logprobs(request, chunks + drain(engine))
 

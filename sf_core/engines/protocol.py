@@ -11,7 +11,7 @@ from sf_core.types import Chunk, GenerationRequest, WeightsRef
 
 
 class EngineLostError(ConnectionError):
-    """The process or device behind an engine is gone, and its requests with it. `take_weights` starts it
+    """The process or device behind an engine is gone, and its requests with it. `update_weights` starts it
     anew."""
 
 
@@ -33,7 +33,7 @@ class Engine(Protocol):
     def num_requests(self) -> int:
         """Requests accepted and not finished, running or waiting for a slot."""
 
-    def take_weights(self, weights: WeightsRef) -> None:
+    def update_weights(self, weights: WeightsRef) -> None:
         """Begin to fetch weights, and at rest to start; returns at once. The engine holds them later, once
         they are there and verified. Weights taken before that are then forgotten. Running requests go on and
         their later tokens carry the new version; whether their KV is recomputed is the engine's setting."""
@@ -78,7 +78,7 @@ class StepEngine(Engine, Protocol):
 
     def rest(self) -> None:
         """Give the device's memory back, within a second even while weights are on their way. Requests that
-        were not aborted are forgotten. `take_weights` ends it."""
+        were not aborted are forgotten. `update_weights` ends it."""
 
 
 Event = Chunk | WeightsRef | Exception

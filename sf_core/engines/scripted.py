@@ -59,7 +59,7 @@ class ScriptedEngine:
         ended = [r for r in self._turns if request_ids is None or r in request_ids]
         return [self._turns.pop(r).report(self.version or 0, FinishReason.ABORT) for r in ended]
 
-    def take_weights(self, weights: WeightsRef) -> None:
+    def update_weights(self, weights: WeightsRef) -> None:
         self._next_version = weights.version
 
     def step(self) -> list[Chunk]:

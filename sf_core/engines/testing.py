@@ -24,7 +24,7 @@ PATIENCE_S = 600.0
 def awake(engine: StepEngine, weights: WeightsRef) -> list[Chunk]:
     """Step until the engine holds these weights; returns the chunks reported meanwhile. Raises what its steps
     raise, and AssertionError if the weights do not come."""
-    engine.take_weights(weights)
+    engine.update_weights(weights)
     chunks: list[Chunk] = []
 
     def step() -> None:
@@ -189,7 +189,7 @@ class EngineTests:
     def test_newer_weights_take_the_place_of_those_on_their_way(self) -> None:
         with self.serve() as engine:
             engine.submit(self.request("r"))
-            engine.take_weights(self.weights(1))
+            engine.update_weights(self.weights(1))
             chunks = awake(engine, self.weights(2)) + drain(engine)
             assert {chunk.version for chunk in chunks} <= {0, 2}
 
@@ -232,7 +232,7 @@ class EngineTests:
             engine.step()
             engine.rest()
             assert (engine.version, engine.num_requests, engine.step()) == (None, 0, [])
-            engine.take_weights(self.weights(1))
+            engine.update_weights(self.weights(1))
             engine.rest()
             assert engine.step() == [] and engine.version is None
             awake(engine, self.weights(0))
@@ -264,7 +264,7 @@ class EngineTests:
                         note(engine.abort(None if rng.random() < 0.2 else [name]))
                     case "update":
                         version += 1
-                        engine.take_weights(self.weights(version))
+                        engine.update_weights(self.weights(version))
                     case "pause":
                         paused = not paused
                         (engine.pause if paused else engine.resume)()

@@ -133,7 +133,7 @@ class Driver(ABC):
         if self.version != weights.version and self._awaited_weights != weights:
             self._awaited_weights = weights
             self._spans.loading_since = time.time() if self.version is None else None
-            self.engine.take_weights(weights)
+            self.engine.update_weights(weights)
 
     def _send_frame(self, frame: wire.Frame) -> None:
         self.send(wire.pack(frame))

@@ -106,7 +106,7 @@ class TorchEngine:
     def num_requests(self) -> int:
         return self._table.num_running + len(self._waiting)
 
-    def take_weights(self, weights: WeightsRef) -> None:
+    def update_weights(self, weights: WeightsRef) -> None:
         self._loader.begin(weights, None if self._loaded is None else self._loaded.model)
 
     def submit(self, request: GenerationRequest) -> None:

@@ -98,7 +98,7 @@ class VllmEngine:
     def num_requests(self) -> int:
         return len(self._turns)
 
-    def take_weights(self, weights: WeightsRef) -> None:
+    def update_weights(self, weights: WeightsRef) -> None:
         self._wanted_weights = weights
         if self._update_task is None or self._update_task.done():
             self._update_task = self._start_task(self._update_weights())

@@ -25,8 +25,8 @@ class SelfRunningEngine:
     def num_requests(self) -> int:
         return self.engine.num_requests
 
-    def take_weights(self, weights: WeightsRef) -> None:
-        self.engine.take_weights(weights)
+    def update_weights(self, weights: WeightsRef) -> None:
+        self.engine.update_weights(weights)
         self._weights = weights
         if self._steps is None or self._steps.done():
             self._steps = asyncio.create_task(self._step_on())

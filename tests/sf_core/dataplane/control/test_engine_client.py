@@ -57,9 +57,9 @@ def test_an_engine_is_told_the_current_weights(served_plane: planes.ServedPlane,
     seen: list[WeightsRef] = []
 
     class Seeing(ScriptedEngine):
-        def take_weights(self, weights: WeightsRef) -> None:
+        def update_weights(self, weights: WeightsRef) -> None:
             seen.append(weights)
-            super().take_weights(weights)
+            super().update_weights(weights)
 
     engine = Seeing(lambda prompt, seed: [1])
     thread = threading.Thread(target=serve_engine, args=(served_plane.url, served_plane.key, HELLO, engine))
@@ -403,9 +403,9 @@ class Losing(ScriptedEngine):
 
     num_starts = 0
 
-    def take_weights(self, weights: WeightsRef) -> None:
+    def update_weights(self, weights: WeightsRef) -> None:
         self.num_starts += 1
-        super().take_weights(weights)
+        super().update_weights(weights)
 
     def step(self) -> list[Chunk]:
         chunks = super().step()
@@ -438,10 +438,10 @@ class Picky(ScriptedEngine):
 
     refused = False
 
-    def take_weights(self, weights: WeightsRef) -> None:
+    def update_weights(self, weights: WeightsRef) -> None:
         self.refused = weights.version == 1
         if not self.refused:
-            super().take_weights(weights)
+            super().update_weights(weights)
 
     def step(self) -> list[Chunk]:
         refused = self.refused
@@ -481,7 +481,7 @@ class Fetching(ScriptedEngine):
 
     rested = 0
 
-    def take_weights(self, weights: WeightsRef) -> None: ...
+    def update_weights(self, weights: WeightsRef) -> None: ...
 
     def rest(self) -> None:
         self.rested += 1

@@ -356,10 +356,10 @@ def test_after_a_rest_an_engine_serves_again_and_what_was_coming_is_forgotten(
     engine.submit(replace(r, request_id="waits"))
     engine.step()
     engine.pause()
-    engine.take_weights(WeightsRef(1, model_folders(kind, 1)))
+    engine.update_weights(WeightsRef(1, model_folders(kind, 1)))
     engine.rest()
     assert (engine.version, engine.num_requests, engine.abort(), engine.step()) == (None, 0, [], [])
-    engine.take_weights(WeightsRef(2, model_folders(kind, 1)))
+    engine.update_weights(WeightsRef(2, model_folders(kind, 1)))
     awake(engine, WeightsRef(3, model_folders(kind, 2)))
     assert generate(engine, [r])["r"] == alone(model_folders(kind, 2), r)
 
@@ -403,7 +403,7 @@ def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_und
         elif action == "abort":
             chunks += engine.abort(data.draw(st.sampled_from([None, ["r0"], ["r1", "r3"]])))
         elif action == "take":
-            engine.take_weights(WeightsRef(next(versions), model_folders(kind)))
+            engine.update_weights(WeightsRef(next(versions), model_folders(kind)))
         elif action == "take and wait":
             chunks += asked.take(engine, model_folders(kind), next(versions))
         elif action == "pause":

@@ -99,10 +99,10 @@ class ServingTests(EngineTests):
             chunks: list[Chunk] = []
             for number in range(1, 16):
                 engine.pause()
-                engine.take_weights(self.weights(2 * number))
+                engine.update_weights(self.weights(2 * number))
                 # so that the next ones come at any moment of taking these
                 engine.wait(0.002 * number)
-                engine.take_weights(self.weights(2 * number + 1))
+                engine.update_weights(self.weights(2 * number + 1))
                 engine.resume()
                 chunks += engine.step()
             self.check_tokens(chunks + awake(engine, self.weights(40)) + drain(engine))
@@ -113,7 +113,7 @@ class ServingTests(EngineTests):
         with self.serve() as engine:
             self.fake.late_s = 0.03
             for name in "abcde":
-                engine.take_weights(self.weights(1))
+                engine.update_weights(self.weights(1))
                 engine.submit(self.request(name, stream=True))
                 self.check_tokens(engine.abort())
                 engine.rest()
@@ -126,7 +126,7 @@ class ServingTests(EngineTests):
                 engine.submit(self.request("r", stream=True))
                 chunks: list[Chunk] = []
                 for _ in range(rng.randrange(2, 12)):
-                    engine.take_weights(rng.choice((self.weights(1), self.weights(2), self.refused)))
+                    engine.update_weights(rng.choice((self.weights(1), self.weights(2), self.refused)))
                     engine.wait(rng.uniform(0, 0.012))
                     with suppress(WeightsRefusedError):
                         chunks += engine.step()

@@ -113,7 +113,7 @@ class TestContract(AdapterEngineTests):
                 until(engine.step, lambda: False)
             assert killed
             # of its first requests none is sampled by the base
-            engine.take_weights(self.weights(2))
+            engine.update_weights(self.weights(2))
             until(engine.step, lambda: engine.version == 2)
             self.check_effect(engine, 2)
             awake(engine, self.weights(3))

@@ -133,7 +133,7 @@ def test_a_server_whose_inner_process_is_killed_while_it_loads_is_lost(
         loaded = weights.resolve()
         # so that it cannot end what it is told to do
         worker.suspend()
-        own.take_weights(untied.ref(3))
+        own.update_weights(untied.ref(3))
         until(lambda: own.wait(0.01), lambda: weights.resolve() != loaded)
         worker.kill()
 
@@ -150,7 +150,7 @@ def starting(engine: DrivenEngine, policy: small_policies.Policies) -> set[psuti
         assert engine.step() == []
         own.update(small_policies.servers() - before)
 
-    engine.take_weights(policy.ref(0))
+    engine.update_weights(policy.ref(0))
     until(look, lambda: any(process.cmdline()[1:3] == ["-m", API_SERVER] for process in own))
     return own
 
@@ -259,14 +259,14 @@ def test_a_rest_leaves_a_server_starting_which_is_ended_with_the_engine_even_wit
 ) -> None:
     before = small_policies.servers()
     engine = DrivenEngine(make_engine(small_policies.config(), tied.folder(0)))
-    engine.take_weights(tied.ref(0))
+    engine.update_weights(tied.ref(0))
     waits.wait_until(lambda: engine.step() == [] and small_policies.servers() - before, "a server")
     own = small_policies.servers() - before
     engine.rest()
     assert (engine.version, engine.step()) == (None, [])
     # without a GPU it takes nothing that a trainer needs
     assert small_policies.servers() >= own
-    engine.take_weights(tied.ref(1))
+    engine.update_weights(tied.ref(1))
     next(process for process in own if is_keeper(process.cmdline())).kill()
     engine.close()
     _, alive = psutil.wait_procs(own, timeout=waits.patience())

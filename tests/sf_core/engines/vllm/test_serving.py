@@ -65,13 +65,13 @@ class TestServing(ServingTests):
 
             async def take(weights: WeightsRef) -> None:
                 # not through the driver, which has no use for weights that it was told of
-                self.engine.take_weights(weights)
+                self.engine.update_weights(weights)
 
             for weights in (self.weights(1), self.weights(0)):
                 begun = self.fake.num_reloads + 1
                 self.engine.loop.run_until_complete(take(weights))
                 until(engine.step, lambda: self.fake.num_reloads >= begun)  # noqa: B023
-            engine.take_weights(self.refused)
+            engine.update_weights(self.refused)
             with pytest.raises(WeightsRefusedError):
                 until(engine.step, lambda: False)
             engine.submit(self.request("r"))
@@ -169,7 +169,7 @@ class TestAdapters(ServingTests):
             engine.submit(self.request("r"))
             self.fake.refuses_adapters = True
             chunks: list[Chunk] = []
-            engine.take_weights(self.weights(1))
+            engine.update_weights(self.weights(1))
             with pytest.raises(WeightsRefusedError, match=r"vLLM refused the adapter in .*: no such"):
                 until(lambda: chunks.extend(engine.step()), lambda: False)
             self.check_tokens(chunks + drain(engine))
