@@ -23,8 +23,8 @@ from sf_core.training.teacher_folder import TeacherFolder, find_teacher, version
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import Rendezvous
 from sf_core.training.torch.teaching import FrozenModels, Name
-from sf_core.training.torch.torch_model import FrozenModel, StandIn, TorchModel
-from sf_core.training.torch.trained_model import HeldModel, TrainedModel
+from sf_core.training.torch.torch_model import AdapterVersionModel, FrozenModel, TorchModel
+from sf_core.training.torch.trained_model import DistributedModel, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.training.tower import Tower
 from storage.files import join, local_folder, read_bytes
@@ -73,7 +73,7 @@ class TorchBackend:
 
     def make_frozen(
         self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
-    ) -> HeldModel:
+    ) -> DistributedModel:
         """A model that these ranks hold and do not train, in the policy's dtype unless the choices, which are
         those of FrozenModel, name another."""
         choices = {"dtype": config.policy.dtype_name, **choices}
@@ -127,7 +127,7 @@ class TorchBackend:
         make_model = partial(self.make_model, config, device=where, tower=tower)
         adapter = None if config.train.lora is None else run.directory.start_adapter_dir
 
-        def load(name: Name, trained: TrainedModel) -> tuple[HeldModel, str]:
+        def load(name: Name, trained: TrainedModel) -> tuple[DistributedModel, str]:
             make_frozen = partial(self.make_frozen, config, ranks=ranks, device=where)
             if isinstance(name, str):
                 teacher, digest = _find_teacher(run, name, ranks)
@@ -138,7 +138,7 @@ class TorchBackend:
                 _refuse_missing(run, name)
             if adapter is not None:
                 assert isinstance(trained, TorchModel)
-                return StandIn(trained, load_adapter(run.directory.version_dir(name))), ""
+                return AdapterVersionModel(trained, load_adapter(run.directory.version_dir(name))), ""
             with version_of(run.directory, name).open() as (folder, _):
                 return make_frozen(folder, tower=tower), ""
 

@@ -59,7 +59,7 @@ class PolicyAndCritic:
             model.wake()
 
 
-def teach_values(
+def train_critic(
     critic: TrainedModel,
     settings: Critic,
     shares: Sequence[Microbatch],

@@ -34,7 +34,7 @@ from sf_core.models.pretrained.needed_weights import load_model
 from sf_core.models.scoring import Target, score
 from sf_core.training.packing.attention import RowAttention, rows
 from sf_core.training.packing.trie import Microbatch
-from sf_core.training.torch.held_weights import HeldLayer, HeldTensors, fuse_through
+from sf_core.training.torch.compute_weights import ComputeLayer, ComputeTensors, fuse_through
 from sf_core.training.tower import Tower, embed
 from storage.tensors.weights import load_adapter
 
@@ -123,21 +123,21 @@ class Network:
             block.fuse_frozen()
 
     @contextmanager
-    def holding(self, dtype: torch.dtype) -> Iterator[None]:
+    def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
         """Hold the weights of a lean model ready, in the dtype of computing, for all passes of the block. At
         its end the gradients, which backward passes summed in float32, reach the parameters."""
         modules = [self.model, *self.blocks]
         for module in modules:
-            module.hold(dtype)
+            module.copy_for_computing(dtype)
         try:
             yield
             for module in modules:
-                module.held.give_gradients()
+                module.copies.accumulate_gradients()
                 # the next module's gradients take the memory of this one's
-                module.held = None
+                module.copies = None
         finally:
             for module in modules:
-                module.held = None
+                module.copies = None
 
     def scores(self, microbatch: Microbatch, target: Target | None = None) -> tuple[torch.Tensor, ...]:
         """Log-probs [M] of the trained tokens, the entropies [M], and with a target the divergences [M],
@@ -211,10 +211,10 @@ class _LeanModel(_PredictingModel):
     spec: DecoderSpec
     model: Any
     """What transformers has below the head."""
-    held: HeldTensors | None = None
+    copies: ComputeTensors | None = None
 
-    def hold(self, dtype: torch.dtype) -> None:
-        self.held = HeldTensors(self._weights_outside_layers(), dtype)
+    def copy_for_computing(self, dtype: torch.dtype) -> None:
+        self.copies = ComputeTensors(self._weights_outside_layers(), dtype)
 
     def _weights_outside_layers(self) -> dict[str, torch.Tensor]:
         """Parameters that are in no layer."""
@@ -222,7 +222,7 @@ class _LeanModel(_PredictingModel):
         return {"embedding": self.model.embed_tokens.weight, "norm": norm, "head": head}
 
     def outputs(self, microbatch: Microbatch) -> Outputs:
-        outside = self._weights_outside_layers() if self.held is None else self.held.tensors
+        outside = self._weights_outside_layers() if self.copies is None else self.copies.tensors
         rotary = rotations(self.spec, microbatch.depths)
         x = embed(microbatch, outside["embedding"])
         attend = RowAttention(microbatch, x.dtype)
@@ -236,11 +236,11 @@ class _LeanLayer(nn.Module):
     spec: DecoderSpec
     scale: float | None
     """What the product of factors is multiplied by; None without an adapter."""
-    held: HeldLayer | None = None
+    copies: ComputeLayer | None = None
     frozen: Layer | None = None
 
-    def hold(self, dtype: torch.dtype) -> None:
-        self.held = HeldLayer(dict(self.named_parameters()), self.spec, dtype)
+    def copy_for_computing(self, dtype: torch.dtype) -> None:
+        self.copies = ComputeLayer(dict(self.named_parameters()), self.spec, dtype)
 
     @torch.no_grad()
     def fuse_frozen(self) -> None:
@@ -259,8 +259,8 @@ class _LeanLayer(nn.Module):
         self.fused = fused
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor, attend: Attend) -> torch.Tensor:
-        if self.held is not None:
-            return self.held.layer(x, rotary, attend)
+        if self.copies is not None:
+            return self.copies.layer(x, rotary, attend)
         parameters = dict(self.named_parameters())
         layer = fuse_layer(parameters.get, self.spec) if self.frozen is None else self.frozen
         if self.scale is not None:

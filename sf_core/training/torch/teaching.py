@@ -23,14 +23,14 @@ from sf_core.training.packing.rows import Row
 from sf_core.training.packing.rules import share
 from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.ranks import Ranks
-from sf_core.training.torch.trained_model import HeldModel, TrainedModel, packing_of
+from sf_core.training.torch.trained_model import DistributedModel, TrainedModel, packing_of
 from storage.tables.batches import select_training_rows
 from storage.tables.parquet import numpy_rows
 
 Name = int | str
 """The name of a model that is not trained: a version of the run, or what `train.teacher.model` says."""
 
-Load = Callable[[Name, TrainedModel], tuple[HeldModel, str]]
+Load = Callable[[Name, TrainedModel], tuple[DistributedModel, str]]
 """(name, the model that is trained) -> the model of that name, held by the same ranks, and the digest of its
 files, which versions of the run need not have. The trained model itself may stand in for it."""
 
@@ -47,9 +47,11 @@ class FrozenModels:
         """`keeps`: whether they stay."""
         self._load = load
         self._keeps = keeps
-        self._models: dict[str, tuple[Name, HeldModel, str]] = {}
+        self._models: dict[str, tuple[Name, DistributedModel, str]] = {}
 
-    def model_of(self, role: Literal["reference", "teacher"], name: Name, trained: TrainedModel) -> HeldModel:
+    def model_of(
+        self, role: Literal["reference", "teacher"], name: Name, trained: TrainedModel
+    ) -> DistributedModel:
         """The model that has this role in the step."""
         model_of_role = next((entry for entry in self._models.values() if entry[0] == name), None)
         if model_of_role is None:
@@ -60,7 +62,7 @@ class FrozenModels:
             self._models[role] = model_of_role
         return model_of_role[1]
 
-    def load(self, name: Name, trained: TrainedModel) -> HeldModel:
+    def load(self, name: Name, trained: TrainedModel) -> DistributedModel:
         """The model of this name, which does not stay."""
         return self._load(name, trained)[0]
 
@@ -77,7 +79,7 @@ class FrozenModels:
             model.wake()
 
 
-def scores_of(
+def compute_scores(
     rows: Sequence[Row],
     config: TrainConfig,
     model: TrainedModel,
@@ -123,7 +125,7 @@ def teacher_fault(row: Row) -> ValueError:
 
 
 def score_rows(
-    rows: Sequence[Row], config: TrainConfig, model: HeldModel, ranks: Ranks
+    rows: Sequence[Row], config: TrainConfig, model: DistributedModel, ranks: Ranks
 ) -> tuple[Values, Values]:
     """Log-probs and entropies of all rows."""
     own: dict[int, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = {}

@@ -67,7 +67,11 @@ class _NetworkModel:
         return self.network.outputs(microbatch)
 
     def _ready(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._dtype_of_copies is None else self.network.holding(self._dtype_of_copies)
+        return (
+            nullcontext()
+            if self._dtype_of_copies is None
+            else self.network.computing_in(self._dtype_of_copies)
+        )
 
     def rest(self) -> None:
         self._move(torch.device("cpu"))
@@ -105,7 +109,7 @@ class FrozenModel(_NetworkModel):
         self._fuse_or_shard(ranks, self._model.dtype, is_frozen=True)
 
 
-class StandIn:
+class AdapterVersionModel:
     """The trained model with other factors of its adapter, for as long as each pass takes."""
 
     def __init__(self, model: TorchModel, factors: Mapping[str, torch.Tensor]) -> None:
@@ -117,11 +121,11 @@ class StandIn:
         self.reads_tries = model.reads_tries
 
     def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
-        with self._model.standing_in(self._factors):
+        with self._model.replaced_weights(self._factors):
             self._model.forward(microbatches, loss)
 
     def predict(self, microbatch: Microbatch) -> Outputs:
-        with self._model.standing_in(self._factors):
+        with self._model.replaced_weights(self._factors):
             return self._model.predict(microbatch)
 
     def rest(self) -> None:
@@ -161,7 +165,7 @@ class TorchModel(_NetworkModel):
                 for name, tensor in self._model.state_dict(keep_vars=True).items()
             }
         if self._dtype == torch.bfloat16:
-            spread(self.network.trained.values())
+            dither(self.network.trained.values())
         is_held = self._fuse_or_shard(ranks, self._dtype, is_frozen=adapter is not None)
         self._dtype_of_copies = self._dtype if is_held else None
         self._parameters = self.network.trained
@@ -229,7 +233,7 @@ class TorchModel(_NetworkModel):
             self._optimizer.state[parameter] = {"step": steps, **moments}
 
     @contextmanager
-    def standing_in(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def replaced_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Have other whole weights, by the names of what is trained, for as long as the block runs."""
         own = {name: _local_part(parameter) for name, parameter in self._parameters.items()}
         backups = {name: tensor.clone() for name, tensor in own.items()}
@@ -258,7 +262,7 @@ class TorchModel(_NetworkModel):
 
 
 @torch.no_grad()
-def spread(parameters: Iterable[torch.Tensor]) -> None:
+def dither(parameters: Iterable[torch.Tensor]) -> None:
     """Move float32 weights that are exact in bfloat16 to random places among those that round to the same.
 
     Models are stored in bfloat16, so all of their weights start in the middle between two roundings, and what
@@ -267,13 +271,13 @@ def spread(parameters: Iterable[torch.Tensor]) -> None:
     random = torch.Generator().manual_seed(0)
     for weights in parameters:
         bits = weights.view(torch.int32)
-        noise = torch.randint(-_HALF, _HALF + 1, bits.shape, generator=random, dtype=torch.int32)
+        noise = torch.randint(-_MAX_DITHER, _MAX_DITHER + 1, bits.shape, generator=random, dtype=torch.int32)
         # next to 0 the bits of the negative begin; those of infinity and beyond are not numbers
         is_exact = ((bits & 0xFFFF) == 0) & (weights != 0) & weights.isfinite()
         bits += noise.to(bits.device) * is_exact
 
 
-_HALF = (1 << 15) - 1
+_MAX_DITHER = (1 << 15) - 1
 """Bits of a float32 by which it may differ from a bfloat16 that it rounds to."""
 
 

@@ -43,7 +43,7 @@ def are_finite(tensors: Collection[torch.Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-class HeldModel(Protocol):
+class DistributedModel(Protocol):
     """A model that the ranks of a gang hold together. Every rank makes the same calls in the same order; they
     raise ExchangeError if another rank is gone."""
 
@@ -69,13 +69,13 @@ class HeldModel(Protocol):
         ...
 
 
-def packing_of(config: TrainConfig, model: HeldModel) -> Packing:
+def packing_of(config: TrainConfig, model: DistributedModel) -> Packing:
     """How the rows of a step are packed for this model."""
     rule: PackingRule = config.packing if model.reads_tries else "padded"
     return Packing(config.tokens_per_microbatch, rule)
 
 
-class TeacherModel(HeldModel, Protocol):
+class TeacherModel(DistributedModel, Protocol):
     """A model that may teach by its whole distributions."""
 
     def predict(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -84,7 +84,7 @@ class TeacherModel(HeldModel, Protocol):
         ...
 
 
-class TrainedModel(HeldModel, Protocol):
+class TrainedModel(DistributedModel, Protocol):
     """A policy in float32, its gradient and Adam's moments."""
 
     device: torch.device

@@ -25,7 +25,7 @@ from sf_core.training.packing.rows import Row, read_rows, sampled_by_one_of
 from sf_core.training.packing.rules import share, split_groups
 from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch import teaching
-from sf_core.training.torch.critic import PolicyAndCritic, explained_variance, teach_values
+from sf_core.training.torch.critic import PolicyAndCritic, explained_variance, train_critic
 from sf_core.training.torch.publisher import Publisher
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.step_metrics import (
@@ -168,7 +168,7 @@ class ModelTrainer:
             self.await_checkpoint()
         if not needs and not batch["advantages"].null_count:
             return rows, config.loss.policy, {}
-        scores = teaching.scores_of(
+        scores = teaching.compute_scores(
             rows, config, self.model, self._ranks, self.version, self._frozen, self._critic, batch
         )
         taught = teaching.prepare_rows(rows, batch, scores, config, self.version)
@@ -199,7 +199,7 @@ class ModelTrainer:
             raise self._divergence("the gradient")
         if self._critic is not None and config.critic is not None:
             adam = replace(adam, learning_rate=config.critic.learning_rate)
-            norm, losses = teach_values(self._critic, config.critic, self._share(rows), rows, adam)
+            norm, losses = train_critic(self._critic, config.critic, self._share(rows), rows, adam)
             per_token["value_loss"] += losses
             if not np.isfinite(norm):
                 raise self._divergence("the critic's gradient")

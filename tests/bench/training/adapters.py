@@ -14,8 +14,8 @@ from sf_core.config.run_config import DtypeName
 from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.teaching import FrozenModels, Name
-from sf_core.training.torch.torch_model import StandIn, TorchModel
-from sf_core.training.torch.trained_model import HeldModel, TrainedModel
+from sf_core.training.torch.torch_model import AdapterVersionModel, TorchModel
+from sf_core.training.torch.trained_model import DistributedModel, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import MASTER
 from storage.tensors.weights import load_weights, save_adapter
@@ -72,9 +72,9 @@ def make_trainer(folder: str, dtype: DtypeName = "float32", **settings: Any) -> 
 def train_adapter(folder: str, dtype: DtypeName, settings: dict[str, Any], ranks: Ranks) -> ModelTrainer:
     """Its reference is the adapter that it starts from."""
 
-    def load(_: Name, model: TrainedModel) -> tuple[HeldModel, str]:
+    def load(_: Name, model: TrainedModel) -> tuple[DistributedModel, str]:
         assert isinstance(model, TorchModel)
-        return StandIn(model, load_weights(adapter_of(folder))), ""
+        return AdapterVersionModel(model, load_weights(adapter_of(folder))), ""
 
     return ModelTrainer(
         partial(TorchModel, folder, dtype=dtype, adapter=adapter_of(folder)),

@@ -248,7 +248,7 @@ def test_another_version_stands_in_with_its_log_probs_and_the_factors_come_back_
 
     own = score(model)
     masters = {name: one.clone() for name, (_, one) in model.slices([MASTER]).items()}
-    with pytest.raises(InterruptedError), model.standing_in(load_weights(f"{other}/adapter")):
+    with pytest.raises(InterruptedError), model.replaced_weights(load_weights(f"{other}/adapter")):
         stood_in = score(model)
         raise InterruptedError
     alone = TorchModel(folder, SingleRank(), dtype=dtype, adapter=f"{other}/adapter")
@@ -273,7 +273,7 @@ def test_a_checkpoint_that_is_being_stored_has_the_policy_and_not_its_reference(
     checkpoint = str(tmp_path / "checkpoint")
     wait = trainer.await_checkpoint
     write = files.HashedFile.write
-    stand_in = TorchModel.standing_in
+    stand_in = TorchModel.replaced_weights
 
     def wait_in_the_step() -> None:
         may_write.set()
@@ -291,7 +291,7 @@ def test_a_checkpoint_that_is_being_stored_has_the_policy_and_not_its_reference(
             yield
 
     monkeypatch.setattr(files.HashedFile, "write", late)
-    monkeypatch.setattr(TorchModel, "standing_in", stand_in_while_it_is_stored)
+    monkeypatch.setattr(TorchModel, "replaced_weights", stand_in_while_it_is_stored)
     trainer.save_checkpoint(checkpoint)
     monkeypatch.setattr(trainer, "await_checkpoint", wait_in_the_step)
     trainer.step(BATCHES[1])

@@ -21,7 +21,7 @@ from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.teaching import FrozenModels, Name
 from sf_core.training.torch.torch_model import FrozenModel, TorchModel
-from sf_core.training.torch.trained_model import HeldModel, TrainedModel
+from sf_core.training.torch.trained_model import DistributedModel, TrainedModel
 from storage.run_directory import RunDirectory
 from tests.bench import trained_runs, training
 from tests.bench.runs import configure
@@ -29,7 +29,7 @@ from tests.bench.runs import configure
 (MICROBATCH,) = pack(read_rows(trained_runs.BATCHES[0]), Packing(1 << 20))
 
 
-def scores_of(model: HeldModel) -> tuple[torch.Tensor, ...]:
+def scores_of(model: DistributedModel) -> tuple[torch.Tensor, ...]:
     found: list[torch.Tensor] = []
 
     def note(_: Any, *scores: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Nothing:
 def count_loads(*, keeps: bool = True) -> tuple[FrozenModels, list[Name]]:
     loaded: list[Name] = []
 
-    def load(name: Name, _: TrainedModel) -> tuple[HeldModel, str]:
+    def load(name: Name, _: TrainedModel) -> tuple[DistributedModel, str]:
         loaded.append(name)
         return Nothing(), f"digest of {name}"
 
@@ -141,7 +141,7 @@ class CountingBackend(TorchBackend):
 
     def make_frozen(
         self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
-    ) -> HeldModel:
+    ) -> DistributedModel:
         made = super().make_frozen(config, model_dir, ranks, device, **choices)
         assert isinstance(made, FrozenModel)
         self.made.append(made)

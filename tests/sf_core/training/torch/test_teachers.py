@@ -19,8 +19,8 @@ from sf_core.config.run_config import DtypeName
 from sf_core.training.packing.rows import read_rows
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.teaching import FrozenModels, Name
-from sf_core.training.torch.torch_model import FrozenModel, StandIn, TorchModel
-from sf_core.training.torch.trained_model import HeldModel, TrainedModel
+from sf_core.training.torch.torch_model import AdapterVersionModel, FrozenModel, TorchModel
+from sf_core.training.torch.trained_model import DistributedModel, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import EXP_AVG, MASTER
 from storage.tensors.weights import load_weights
@@ -84,10 +84,10 @@ def make_trainer(
 ) -> ModelTrainer:
     """`stands_in`: an adapter of the policy is trained, and that of the teacher stands in for it."""
 
-    def load(name: Name, trained: TrainedModel) -> tuple[HeldModel, str]:
+    def load(name: Name, trained: TrainedModel) -> tuple[DistributedModel, str]:
         if stands_in:
             assert isinstance(trained, TorchModel)
-            return StandIn(trained, load_weights(adapters.adapter_of(teacher))), ""
+            return AdapterVersionModel(trained, load_weights(adapters.adapter_of(teacher))), ""
         return FrozenModel(str(name), ranks, dtype=dtype), "a digest"
 
     # with so little memory of the past and no bound, the first moment is the gradient

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.training.torch.torch_model import spread
+from sf_core.training.torch.torch_model import dither
 from tests.bench.training import policies
 from tests.bench.training.model_contract import FullModelTests
 
@@ -36,7 +36,7 @@ def test_spread_weights_are_other_numbers_that_round_to_the_same(values: list[fl
     weights = torch.tensor(values).to(getattr(torch, kind)).float()
     before = weights.clone()
     rounded = weights.bfloat16()
-    spread([weights])
+    dither([weights])
     torch.testing.assert_close(weights.bfloat16(), rounded, rtol=0, atol=0, equal_nan=True)
     inexact = before != rounded.float()
     torch.testing.assert_close(weights[inexact], before[inexact], rtol=0, atol=0, equal_nan=True)
@@ -44,7 +44,7 @@ def test_spread_weights_are_other_numbers_that_round_to_the_same(values: list[fl
 
 def test_spread_weights_move_by_as_much_as_steps_do_in_the_mean() -> None:
     weights = torch.full((100_000,), 0.0625)
-    spread([weights])
+    dither([weights])
     for _ in range(4):
         weights += 2e-5
     moved = weights.bfloat16().float().mean().item() - 0.0625

@@ -22,7 +22,7 @@ def fuse_through(parameters: Mapping[str, torch.Tensor], spec: DecoderSpec, thro
     return layer if layer.qk_norm is None else replace(layer, qk_norm=through(layer.qk_norm))
 
 
-class HeldTensors:
+class ComputeTensors:
     """Parameters as they are. One that has two names is held once."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -31,13 +31,13 @@ class HeldTensors:
         self._held = list(copies.values())
         self.tensors = {name: copies[id(parameter)] for name, parameter in parameters.items()}
 
-    def give_gradients(self) -> None:
+    def accumulate_gradients(self) -> None:
         for parameter, copies in zip(self._parameters.values(), self._held, strict=True):
             if copies.grad is not None:
                 parameter.grad = copies.grad if parameter.grad is None else parameter.grad.add_(copies.grad)
 
 
-class HeldLayer:
+class ComputeLayer:
     """The parameters of a layer of the lean decoder, fused like an engine's: in the dtype of computing."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], spec: DecoderSpec, dtype: torch.dtype) -> None:
@@ -52,7 +52,7 @@ class HeldLayer:
         self._fused.append(_leaf(fused, fused.dtype))
         return self._fused[-1]
 
-    def give_gradients(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Fuse the parameters again, in their own dtype, for a backward pass from what was fused to them."""
         fused: list[torch.Tensor] = []
 
