@@ -60,7 +60,7 @@ from sf_core.training.torch.trained_model import AdamSettings
 from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import PARTS
-from storage.tensors.shards import PLACES
+from storage.tensors.shards import SLICES_KEY
 from storage.tensors.tensor_bytes import Header
 from storage.tensors.torch_bytes import entry_of
 from storage.tensors.weights import ADAPTER_NAME, DIGEST, FILE_NAME
@@ -137,7 +137,7 @@ def sizes(model: PreTrainedConfig, adapter: Adapter | None) -> dict[str, int]:
     of_version = {"format": "pt", "version": "1", DIGEST: "0" * 64}
     return {
         "version": file_bytes(of_version, dict(sorted(shapes.items())), torch.bfloat16),
-        "checkpoint": file_bytes({"format": "pt", PLACES: json.dumps(places)}, masters, torch.float32),
+        "checkpoint": file_bytes({"format": "pt", SLICES_KEY: json.dumps(places)}, masters, torch.float32),
     }
 
 

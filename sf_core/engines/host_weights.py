@@ -175,8 +175,10 @@ class HostWeights:
 def _allocate_file(num_bytes: int, uri: str) -> tempfile.TemporaryDirectory[str]:
     """A folder with a file of this size, in shared memory if that has room for it. In containers it often has
     none."""
-    for root in (shared_memory.PLACE, tempfile.gettempdir()):
+    for root in (shared_memory.SHARED_MEMORY_FOLDER, tempfile.gettempdir()):
         with suppress(OSError):
             return shared_memory.make_room(FILE_NAME, num_bytes, root)
     needed = f"{num_bytes / 2**20:,.0f} MiB"
-    raise StorageError(f"{uri}: neither {shared_memory.PLACE} nor TMPDIR ({root}) has {needed} of free space")
+    raise StorageError(
+        f"{uri}: neither {shared_memory.SHARED_MEMORY_FOLDER} nor TMPDIR ({root}) has {needed} of free space"
+    )

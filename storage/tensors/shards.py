@@ -25,7 +25,7 @@ from storage.tensors.tensor_bytes import Entry, Header, read_header
 if TYPE_CHECKING:
     import torch
 
-PLACES = "DCP_SHARDING_INFO"
+SLICES_KEY = "DCP_SHARDING_INFO"
 """Key of the metadata, which torch.distributed.checkpoint has chosen."""
 
 
@@ -76,12 +76,12 @@ Slices = Mapping[str, tuple[Slice, "torch.Tensor"]]
 """Slices by the names of their tensors."""
 
 
-class _Described(BaseModel):
+class _SliceInFile(BaseModel):
     saved_offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-_PLACES = TypeAdapter(dict[str, _Described])
+_SLICES_JSON = TypeAdapter(dict[str, _SliceInFile])
 
 
 def write_shard(uri: str, slices: Slices) -> FileRef:
@@ -94,7 +94,7 @@ def write_shard(uri: str, slices: Slices) -> FileRef:
         entries[name] = entry_of(tensor, end)
         end = entries[name].data_offsets[1]
     slices_by_name = {name: {"saved_offsets": p.offset, "shape": p.shape} for name, (p, _) in slices.items()}
-    header = Header({"format": "pt", PLACES: json.dumps(slices_by_name)}, entries)
+    header = Header({"format": "pt", SLICES_KEY: json.dumps(slices_by_name)}, entries)
     with files.writer(uri) as file:
         file.write(header.encode())
         for _, tensor in slices.values():
@@ -113,7 +113,7 @@ def read_shards(
 
     from storage.tensors.torch_bytes import tensor_of
 
-    filled_by_name: dict[str, _Filled] = {}
+    filled_by_name: dict[str, _SliceBeingRead] = {}
     for shard in shards:
         _read_shard(shard, targets, filled_by_name)
     for name, target in targets.items():
@@ -129,7 +129,7 @@ def read_shards(
 
 
 @dataclass(slots=True)
-class _Filled:
+class _SliceBeingRead:
     """A wanted slice on its way."""
 
     dtype: str
@@ -139,7 +139,9 @@ class _Filled:
     """Number of elements that no shard had yet."""
 
 
-def _read_shard(shard: FileRef, targets: Mapping[str, Slice], filled_by_name: dict[str, _Filled]) -> None:
+def _read_shard(
+    shard: FileRef, targets: Mapping[str, Slice], filled_by_name: dict[str, _SliceBeingRead]
+) -> None:
     try:
         with files.open_read(shard.uri) as opened:
             if (size := opened.seek(0, SEEK_END)) != shard.bytes:
@@ -168,7 +170,7 @@ def _read_shard(shard: FileRef, targets: Mapping[str, Slice], filled_by_name: di
 def _stored_slices(uri: str, header: Header) -> dict[str, Slice]:
     """Offsets of every slice in the file. Raises ValueError if an offset is missing."""
     try:
-        described = _PLACES.validate_json(header.metadata.get(PLACES, ""))
+        described = _SLICES_JSON.validate_json(header.metadata.get(SLICES_KEY, ""))
         slices_by_name = {
             name: Slice(described[name].shape, described[name].saved_offsets, entry.shape)
             for name, entry in header.entries.items()
@@ -202,13 +204,13 @@ def _fill(
     stored_slice: Slice,
     target: Slice,
     data: bytes,
-    filled_by_name: dict[str, _Filled],
+    filled_by_name: dict[str, _SliceBeingRead],
 ) -> None:
     """Copy what a slice in a file shares with the wanted one."""
     width, rest = divmod(len(data), max(1, math.prod(stored_slice.size)))
     if name not in filled_by_name:
         room = np.empty((*target.size, width), np.uint8)
-        filled_by_name[name] = _Filled(entry.dtype, room, math.prod(target.size))
+        filled_by_name[name] = _SliceBeingRead(entry.dtype, room, math.prod(target.size))
     filled = filled_by_name[name]
     if rest or entry.dtype != filled.dtype or (data and width != filled.data.shape[-1]):
         raise ValueError(f"{uri}: {name!r} has another dtype than the rest of its tensor")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from storage.scratch import PREFIX, scratch_folder
 from storage.tensors.tensor_bytes import TensorBytes
 
-PLACE = "/dev/shm"
+SHARED_MEMORY_FOLDER = "/dev/shm"
 
 
 def make_room(name: str, num_bytes: int, root: str) -> tempfile.TemporaryDirectory[str]:
@@ -34,7 +34,7 @@ def share(tensors: TensorBytes, digest: str) -> TensorBytes:
     """These tensors in shared memory, where they are found by their digest for as long as the result is used.
     If that has no room for them, they stay where they are."""
     try:
-        folder = make_room("unfinished", len(tensors.data), PLACE)
+        folder = make_room("unfinished", len(tensors.data), SHARED_MEMORY_FOLDER)
     except OSError:
         return tensors
     path = os.path.join(folder.name, "unfinished")
@@ -51,7 +51,7 @@ def share(tensors: TensorBytes, digest: str) -> TensorBytes:
 def find(digest: str) -> str | None:
     """Path of the tensors with this digest, one behind the other without a header, if a process of this user
     shares them."""
-    for path in glob.glob(os.path.join(glob.escape(PLACE), f"{PREFIX}*", "*")):
+    for path in glob.glob(os.path.join(glob.escape(SHARED_MEMORY_FOLDER), f"{PREFIX}*", "*")):
         # it may be gone meanwhile
         with suppress(OSError):
             if os.path.basename(path) == digest and os.lstat(path).st_uid == os.getuid():

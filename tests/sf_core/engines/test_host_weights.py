@@ -33,7 +33,7 @@ from sf_core.engines.host_weights import HostWeights
 from sf_core.training.torch.publisher import Publisher
 from sf_core.types import WeightsRef
 from storage.tensors import shared_memory
-shared_memory.PLACE = sys.argv[2]
+shared_memory.SHARED_MEMORY_FOLDER = sys.argv[2]
 host = HostWeights()
 print(host.fetch(WeightsRef(1, sys.argv[1])), flush=True)
 sys.stdin.read()
@@ -46,7 +46,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     places = {name: tmp_path / name for name in ("memory", "temporary")}
     for place in places.values():
         place.mkdir()
-    monkeypatch.setattr(shared_memory, "PLACE", str(places["memory"]))
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY_FOLDER", str(places["memory"]))
     monkeypatch.setattr("tempfile.tempdir", str(places["temporary"]))
     return places
 
@@ -381,7 +381,7 @@ def test_the_weights_are_in_shared_memory_if_it_has_room(
     host.fetch(ref(run_with_deltas, 3))
     assert holds(host, 3) and place(host) == places["temporary"]
     assert not list(places["memory"].iterdir())
-    monkeypatch.setattr(shared_memory, "PLACE", str(places["temporary"] / "none"))
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY_FOLDER", str(places["temporary"] / "none"))
     host.fetch(ref(run_with_deltas, 1))
     assert holds(host, 1) and place(host) == places["temporary"]
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: os.write(-1, b""))
