@@ -49,7 +49,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import VllmServer, make_arguments
 from sf_core.models.builtin import make_policy
-from sf_core.pictures.sight import PROCESSOR, Sight, read_sight
+from sf_core.models.images.processor_config import PROCESSOR, Sight, read_sight
 from sf_core.training.packing.rows import SAMPLING, Row
 from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network

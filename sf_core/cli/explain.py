@@ -11,8 +11,8 @@ from rich.text import Text
 
 from sf_core.cli.duration import Estimate
 from sf_core.config import RunConfig
+from sf_core.models.images.processor_config import read_sight
 from sf_core.models.pretrained.needed_weights import UnknownModelError
-from sf_core.pictures.sight import read_sight
 from sf_core.reports.tables import make_table
 from sf_core.scheduling.cluster import describe_holders, find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import (

@@ -22,7 +22,7 @@ from transformers import (
 from sf_core.config import PolicyConfig
 from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.models.cache_size import built_in_shape
-from sf_core.pictures.sight import PROCESSOR
+from sf_core.models.images.processor_config import PROCESSOR
 
 UNKNOWN = "<unk>"
 PADDING = "<pad>"

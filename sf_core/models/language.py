@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sf_core.pictures.sight import SEEING, read_sight
+from sf_core.models.images.processor_config import SEEING, read_sight
 from storage.files import FileRef, copy_folder
 from storage.tensors.weight_delta import FILE_NAME as DELTA
 from storage.tensors.weights import load_weights, save_weights

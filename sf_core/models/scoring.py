@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
+from sf_core.models.images.processor_config import PLACEHOLDER_BIAS
 from sf_core.models.projections import has_fast_products
 from sf_core.models.sampling import cutoff
-from sf_core.pictures.sight import PLACEHOLDER_BIAS
 
 CHUNK_BYTES = 64 << 20
 """Memory of the float32 logits that exist at a time, beside a copy. With less, the gradient of the whole head

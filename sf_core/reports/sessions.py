@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sf_core.models.images.processor_config import read_sight
 from sf_core.models.tokenizer import open_tokenizer
-from sf_core.pictures.sight import read_sight
 from sf_core.reports.iterations import Iteration, failures_of
 from storage.run_directory import RunDirectory
 from storage.tables.parquet import list_array

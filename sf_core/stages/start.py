@@ -188,18 +188,35 @@ def _recipe_version(environment: Environment) -> str:
 
 def _recipe_files(environment: Environment) -> list[Path]:
     import sf_core.environments
-    from sf_core import pictures
     from sf_core.agents import tool_loop
     from sf_core.dataplane import chat
-    from sf_core.dataplane.sessions import pictures as names
-    from sf_core.models import builtin, cache_size, context, decoder, language, projections, token_bytes
+    from sf_core.dataplane.sessions import images as session_images
+    from sf_core.models import (
+        builtin,
+        cache_size,
+        context,
+        decoder,
+        images,
+        language,
+        projections,
+        token_bytes,
+    )
     from sf_core.models.pretrained import needed_weights
     from sf_core.training import demonstrations, packing, tower, warmstart
     from sf_core.training.torch import network
 
     modules = (builtin, warmstart, demonstrations, network, cache_size, decoder, projections)
-    parts: list[Any] = [*modules, context, language, names, needed_weights, token_bytes, tool_loop, tower]
-    packages = (sf_core.environments, chat, pictures, packing)
+    parts: list[Any] = [
+        *modules,
+        context,
+        language,
+        session_images,
+        needed_weights,
+        token_bytes,
+        tool_loop,
+        tower,
+    ]
+    packages = (sf_core.environments, chat, images, packing)
     whole = [Path(package.__path__[0]).rglob("*.py") for package in packages]
     source_files = map(inspect.getfile, [*parts, *environment.classes])
     return [*map(Path, source_files), *sorted(chain(*whole))]

@@ -18,11 +18,11 @@ from sf_core.dataplane.chat.contents import LeftOut, read_content
 from sf_core.dataplane.chat.rendered import shows
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.sessions.pictures import Pictures
+from sf_core.dataplane.sessions.images import Pictures
 from sf_core.environments.environment import Demonstration
 from sf_core.environments.registry import environment_of
-from sf_core.pictures.fitting import fit_picture
-from sf_core.pictures.sight import Sight
+from sf_core.models.images.preprocess import fit_picture
+from sf_core.models.images.processor_config import Sight
 from sf_core.types import Ids, PictureSpan
 from storage.files import read_bytes
 from storage.json_files import json_lines

@@ -12,11 +12,11 @@ from typing import Any
 
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.dataplane.chat.template_probes import roles_shown_as_lists
+from sf_core.models.images.processor_config import SEEING
 from sf_core.models.language import TOWER, language_model
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.needed_weights import check_weights, count_needed
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
-from sf_core.pictures.sight import SEEING
 from storage.files import join, list_files, read_bytes
 from storage.json_files import load_json
 from storage.tensors.weights import open_weights

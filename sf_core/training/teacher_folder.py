@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from sf_core.models.adapter import list_linears, read_adapter, shape_factors
 from sf_core.models.context import count_ids
+from sf_core.models.images.processor_config import SEEING
 from sf_core.models.pretrained.needed_weights import check_weights
 from sf_core.models.tokenizer import load_tokenizer
-from sf_core.pictures.sight import SEEING
 from sf_core.reports.view import RunView
 from sf_core.training.policy_folder import check_weights_folder, policy_folder, read_model_config
 from storage.files import describe, exists, join, list_files, local_folder

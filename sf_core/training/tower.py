@@ -18,9 +18,9 @@ from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from sf_core.models.images.processor_config import KEPT_BYTES, read_sight
 from sf_core.models.language import TOWER
 from sf_core.models.pretrained.needed_weights import load_model
-from sf_core.pictures.sight import KEPT_BYTES, read_sight
 from sf_core.training.packing.trie import Microbatch
 from storage.media import PictureSpan, read_picture
 

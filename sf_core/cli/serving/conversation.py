@@ -16,7 +16,7 @@ from rich.text import Text
 from sf_core.dataplane.chat.contents import IMAGE
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
-from sf_core.pictures.spans import restore_placeholders
+from sf_core.models.images.placeholders import restore_placeholders
 from sf_core.printable import printable
 from sf_core.reports.evaluations.judgements import describe_judgement
 from sf_core.types import FinishReason, Ids, Task

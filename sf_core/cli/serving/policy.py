@@ -9,7 +9,7 @@ from pathlib import Path
 from sf_core.cli.terminal import hide_progress_bars
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.pictures.sight import read_sight
+from sf_core.models.images.processor_config import read_sight
 from sf_core.recipes.gates import All
 from sf_core.reports.view import RunView
 from sf_core.stages.preflight.resolve import read_with_derived, resolve, values_of

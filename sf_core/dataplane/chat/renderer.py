@@ -34,9 +34,9 @@ from sf_core.dataplane.chat.token_bound import TokenBound
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.models.context import count_ids
+from sf_core.models.images.placeholder_text import Placeholder
+from sf_core.models.images.processor_config import read_sight
 from sf_core.models.token_bytes import TokenBytes, control_tokens
-from sf_core.pictures.sight import read_sight
-from sf_core.pictures.spelled import Placeholder
 from sf_core.types import Ids, to_ids
 from storage.files import local_folder, read_bytes
 from storage.json_files import load_json

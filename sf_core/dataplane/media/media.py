@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from sf_core.dataplane.chat.contents import Part, SentPicture
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField, remedy
-from sf_core.pictures.apart import DecoderError, SlowPictureError, fit_apart
-from sf_core.pictures.sight import Sight
+from sf_core.models.images.decoder_process import DecoderError, SlowPictureError, fit_apart
+from sf_core.models.images.processor_config import Sight
 from storage.media import store_picture
 
 NUM_KNOWN = 20_000

@@ -18,7 +18,7 @@ from sf_core.dataplane.chat.template_probes import opening_messages, render_addi
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ContextOverflow
 from sf_core.dataplane.sessions.identity import Conversation
-from sf_core.dataplane.sessions.pictures import Namer, Pictures
+from sf_core.dataplane.sessions.images import Namer, Pictures
 from sf_core.dataplane.sessions.tree import (
     EMPTY_PREFIX,
     LastTurnBoundary,

@@ -19,7 +19,7 @@ from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.tree import Node, walk_path
-from sf_core.pictures.sight import Sight
+from sf_core.models.images.processor_config import Sight
 from sf_core.types import PictureSpan
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 

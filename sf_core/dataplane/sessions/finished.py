@@ -12,10 +12,10 @@ from sf_core.config.failures import Status
 from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.images import PICTURE_BYTES
 from sf_core.dataplane.sessions.memory import size_of_judgement
-from sf_core.dataplane.sessions.pictures import PICTURE_BYTES
 from sf_core.dataplane.sessions.session import Session
-from sf_core.pictures.sight import Sight
+from sf_core.models.images.processor_config import Sight
 from storage.tables.judgements import Judgement
 from storage.tables.schema import Trajectory
 

@@ -25,8 +25,8 @@ from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.claims import Claim, is_external
 from sf_core.dataplane.sessions.encoding import Draft, Encoded, render_request
 from sf_core.dataplane.sessions.identity import Conversation, Conversations
+from sf_core.dataplane.sessions.images import Pictures
 from sf_core.dataplane.sessions.memory import size_of_judgement
-from sf_core.dataplane.sessions.pictures import Pictures
 from sf_core.dataplane.sessions.tree import (
     EMPTY_PREFIX,
     SAMPLED_BYTES,

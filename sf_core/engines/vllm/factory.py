@@ -5,8 +5,8 @@ from __future__ import annotations
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.grammar import Vocabularies
+from sf_core.engines.vllm.images import Pictures
 from sf_core.engines.vllm.limits import check_cpu_build, check_shape
-from sf_core.engines.vllm.pictures import Pictures
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import GRAMMAR_ARGUMENT, EngineServer, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine

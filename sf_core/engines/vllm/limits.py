@@ -8,7 +8,7 @@ from typing import Any
 
 from sf_core.environment_variables import has_gpu, vllm_python
 from sf_core.models.cache_size import head_width
-from sf_core.pictures.sight import SEEING
+from sf_core.models.images.processor_config import SEEING
 
 _SUPPORTED_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that vLLM's CPU build has code for."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sf_core.models.cache_size import cache_bytes
+from sf_core.models.images.processor_config import PROCESSOR, Sight, read_sight
 from sf_core.models.language import TOWER
-from sf_core.pictures.sight import PROCESSOR, Sight, read_sight
 from storage.files import join, read_bytes, read_if_there
 from storage.json_files import load_json
 from storage.scratch import scratch_folder

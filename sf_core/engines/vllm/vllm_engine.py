@@ -21,7 +21,7 @@ from sf_core.engines.drivers.driver import describe_error
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
-from sf_core.engines.vllm.pictures import Pictures
+from sf_core.engines.vllm.images import Pictures
 from sf_core.engines.vllm.server import EngineServer
 from sf_core.engines.vllm.turn import VllmTurn
 from sf_core.engines.vllm.weight_loading import WeightLoading

@@ -14,7 +14,7 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.environment_variables import ROOT
-from sf_core.pictures.sight import read_sight
+from sf_core.models.images.processor_config import read_sight
 from sf_core.reports.card.base import Base, find_base, write_head
 from sf_core.reports.card.public import public_settings
 from sf_core.reports.charts import draw_curve

@@ -30,7 +30,7 @@ from sf_core.environments.registry import (
     tasks_of,
 )
 from sf_core.models.context import check_context
-from sf_core.pictures.sight import SEEING, read_sight
+from sf_core.models.images.processor_config import SEEING, read_sight
 from sf_core.process_limits import check_open_files
 from sf_core.reports.view import RunView
 from sf_core.stages.preflight.facts import Check, Facts, UnknownFactError, known

@@ -14,8 +14,8 @@ from sf_core.engines.vllm.limits import check_cpu_build
 from sf_core.environment_variables import vllm_python
 from sf_core.environments.registry import group_reward_of, reward_of
 from sf_core.models.context import longest_context
+from sf_core.models.images.processor_config import read_sight
 from sf_core.models.pretrained.needed_weights import UnknownModelError, check_weights, find_lack_of_codes
-from sf_core.pictures.sight import read_sight
 from sf_core.scheduling.cluster import workers_here
 from sf_core.stages.preflight.facts import Facts, known
 from sf_core.training.policy_folder import is_quantised, policy_folder, read_model_config

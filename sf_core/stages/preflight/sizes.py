@@ -11,7 +11,7 @@ from sf_core.config import RunConfig
 from sf_core.config.train_config import CHECKPOINT_BYTES, DEFAULT_PASS_TOKENS
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, built_in_parameters, cache_bytes
-from sf_core.pictures.sight import KEPT_BYTES, SEEING
+from sf_core.models.images.processor_config import KEPT_BYTES, SEEING
 from sf_core.stages.preflight.lora import TrainedAdapter
 from sf_core.stages.preflight.resolve import (
     Resolved,

@@ -10,7 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.models.adapter import list_linears, read_adapter
 from sf_core.models.cache_size import built_in_shape
-from sf_core.pictures.sight import SEEING
+from sf_core.models.images.processor_config import SEEING
 from sf_core.stages.preflight.lora import (
     TrainedAdapter,
     find_adapter,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.pictures.spans import name_pictures
+from sf_core.models.images.placeholders import name_pictures
 from storage.media import PictureSpan
 from storage.tables.batches import select_training_rows
 from storage.tables.schema import NOT_SAMPLED

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from sf_core.config.train_config import PackingRule
-from sf_core.pictures.positions import place_tokens
+from sf_core.models.images.mrope import place_tokens
 from sf_core.training.packing.rows import SAMPLING, Row, common_prefix
 from storage.media import PictureSpan
 

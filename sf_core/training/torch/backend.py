@@ -15,7 +15,7 @@ import torch
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.torch.torch_engine import local_device
-from sf_core.pictures.sight import read_sight
+from sf_core.models.images.processor_config import read_sight
 from sf_core.reports.view import RunView
 from sf_core.training.protocol import TrainedRun
 from sf_core.training.stored_steps import read_stored_batch, read_stored_settings

@@ -21,7 +21,7 @@ from sf_core.dataplane.gateway.dialects.completions import Completions
 from sf_core.dataplane.gateway.dialects.google import Google
 from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.gateway.dialects.testing import HI, DialectTests, Fields, Heard
-from tests.bench.dataplane import pictures
+from tests.bench.dataplane import images
 from tests.bench.dataplane.planes import CALC
 from tests.bench.waits import patience
 
@@ -90,10 +90,10 @@ class ChatClient(Client):
         ),
     ]
 
-    addressed: Sequence[Fields] = pictures.show_in_chat(url=pictures.ADDRESS)
+    addressed: Sequence[Fields] = images.show_in_chat(url=images.ADDRESS)
 
     def show(self, data: str) -> Sequence[Fields]:
-        return pictures.show_in_chat(data)
+        return images.show_in_chat(data)
 
     def ask(self, agent: Any, streamed: bool, body: Fields) -> list[Heard]:
         if not streamed:
@@ -194,12 +194,12 @@ class ResponsesClient(Client):
     ]
 
     addressed: Sequence[Fields] = [
-        *pictures.show_in_responses(held={"image_url": pictures.ADDRESS}),
-        *pictures.show_in_responses(held={"file_id": "file-1"}),
+        *images.show_in_responses(held={"image_url": images.ADDRESS}),
+        *images.show_in_responses(held={"file_id": "file-1"}),
     ]
 
     def show(self, data: str) -> Sequence[Fields]:
-        return pictures.show_in_responses(data)
+        return images.show_in_responses(data)
 
     def ask(self, agent: Any, streamed: bool, body: Fields) -> list[Heard]:
         if not streamed:
@@ -267,12 +267,12 @@ class AnthropicClient(Client):
     ]
 
     addressed: Sequence[Fields] = [
-        *pictures.show_in_messages(source={"type": "url", "url": pictures.ADDRESS}),
-        *pictures.show_in_messages(source={"type": "file", "file_id": "file_1"}),
+        *images.show_in_messages(source={"type": "url", "url": images.ADDRESS}),
+        *images.show_in_messages(source={"type": "file", "file_id": "file_1"}),
     ]
 
     def show(self, data: str) -> Sequence[Fields]:
-        return pictures.show_in_messages(data)
+        return images.show_in_messages(data)
 
     def agent(self, url: str, http: Any = None) -> Any:
         return anthropic.Anthropic(
@@ -384,12 +384,12 @@ class GoogleClient(Client):
         ),
     ]
 
-    addressed: Sequence[Fields] = pictures.show_in_google(
-        part={"file_data": {"mime_type": "image/png", "file_uri": pictures.ADDRESS}}
+    addressed: Sequence[Fields] = images.show_in_google(
+        part={"file_data": {"mime_type": "image/png", "file_uri": images.ADDRESS}}
     )
 
     def show(self, data: str) -> Sequence[Fields]:
-        return pictures.show_in_google(data)
+        return images.show_in_google(data)
 
     def agent(self, url: str, http: Any = None, key: str = "none") -> Any:
         options = {"base_url": url, "timeout": 20_000}

@@ -20,7 +20,7 @@ from sf_core.models.builtin import (
     make_policy,
     make_tokenizer,
 )
-from sf_core.pictures.sight import Sight, read_sight
+from sf_core.models.images.processor_config import Sight, read_sight
 
 CONFIG = PolicyConfig(hidden_size=64, num_layers=2)
 TOKENIZER = make_tokenizer()

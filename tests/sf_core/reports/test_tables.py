@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
-from sf_core.pictures.sight import read_sight
+from sf_core.models.images.processor_config import read_sight
 from sf_core.reports.tables import inspect_run, inspect_session
 from sf_core.reports.view import RunView
 from storage import files

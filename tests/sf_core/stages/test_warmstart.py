@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.config.yaml_file import load_config
 from sf_core.models.builtin import make_policy
-from sf_core.pictures.sight import read_sight
+from sf_core.models.images.processor_config import read_sight
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.warmstart import MOST_STEPS, _write_demonstrations, configure_warmstart
 from storage.files import list_files

@@ -27,7 +27,7 @@ from sf_core.training.policy_folder import SAMPLING, check_model_folder, describ
 from storage.run_directory import RunDirectory
 from tests.bench import started
 from tests.bench.refusals import check_sentence
-from tests.bench.training.pictures import seeing_policy
+from tests.bench.training.images import seeing_policy
 
 
 def rewrite(file: Path, **facts: Any) -> None:

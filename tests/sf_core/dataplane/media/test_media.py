@@ -15,12 +15,12 @@ from sf_core.dataplane.chat.contents import SentPicture
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.media import media
 from sf_core.dataplane.media.media import Media
-from sf_core.pictures.apart import DecoderError, SlowPictureError, fit_apart
-from sf_core.pictures.fitting import Fitted
-from sf_core.pictures.sight import Sight
+from sf_core.models.images.decoder_process import DecoderError, SlowPictureError, fit_apart
+from sf_core.models.images.preprocess import Fitted
+from sf_core.models.images.processor_config import Sight
 from storage.media import read_picture
 from tests.bench import dataplane
-from tests.bench.dataplane.heavy_pictures import many_scans
+from tests.bench.dataplane.heavy_images import many_scans
 from tests.bench.waits import patience
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)

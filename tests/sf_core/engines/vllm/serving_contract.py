@@ -12,7 +12,7 @@ import pytest
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
-from sf_core.engines.vllm.pictures import Pictures
+from sf_core.engines.vllm.images import Pictures
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.engines.vllm.weight_loading import FullWeights, LoraWeights

@@ -11,7 +11,7 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.engines.vllm import limits
-from sf_core.pictures.sight import PROCESSOR
+from sf_core.models.images.processor_config import PROCESSOR
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import Facts
 from tests.bench.refusals import clear_refusal

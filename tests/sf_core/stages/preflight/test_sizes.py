@@ -28,7 +28,7 @@ from storage.files import folder_bytes
 from storage.scratch import scratch_folder
 from storage.tensors.weights import open_weights
 from tests.bench import refusals
-from tests.bench.training import pictures
+from tests.bench.training import images
 
 ENGINE = {"max_running": 64, "context_length": 100}
 CACHE = 2 * 64 * 1 * 100 * 32 * 4
@@ -92,8 +92,8 @@ def test_a_step_of_qwen3_4b_with_recompute_barely_fits_on_a_card_of_80_gb(
 
 
 def test_the_tower_of_a_policy_that_sees_is_held_by_each_rank_and_not_trained(tmp_path: Path) -> None:
-    folder = pictures.seeing_policy(str(tmp_path))
-    model = pictures.loaded(folder)
+    folder = images.seeing_policy(str(tmp_path))
+    model = images.loaded(folder)
     tower = sum(p.numel() for p in model.model.visual.parameters())
     language = sum(p.numel() for p in model.parameters()) - tower
     assert (count_parameters(folder), count_tower(folder)) == (language, tower)

@@ -21,7 +21,7 @@ from sf_core.stages.preflight.sizes import PolicySizes, explain_sizes
 from sf_core.training.policy_folder import count_parameters
 from tests.bench import refusals
 from tests.bench.policy_server import publish_run
-from tests.bench.training.pictures import seeing_policy
+from tests.bench.training.images import seeing_policy
 
 AT_URL = {"url": "http://teacher:8000", "divergence": "sampled"}
 

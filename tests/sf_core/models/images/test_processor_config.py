@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from sf_core.pictures.sight import PROCESSOR, Sight, read_sight
+from sf_core.models.images.processor_config import PROCESSOR, Sight, read_sight
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
 sides = st.integers(1, 2000)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from sf_core.pictures.sight import Sight, UnfitError
+from sf_core.models.images.processor_config import Sight, UnfitError
 
 MAX_BYTES = 32 * 2**20
 """Most bytes of a picture's file."""

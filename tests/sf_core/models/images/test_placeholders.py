@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.pictures.spans import find_pictures, name_pictures, restore_placeholders
+from sf_core.models.images.placeholders import find_pictures, name_pictures, restore_placeholders
 from sf_core.types import PictureSpan
 
 PLACEHOLDER = 5

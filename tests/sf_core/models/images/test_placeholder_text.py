@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.pictures.spelled import Placeholder
+from sf_core.models.images.placeholder_text import Placeholder
 
 PAD = Placeholder("<|image_pad|>")
 MORE = "\N{REPLACEMENT CHARACTER}"

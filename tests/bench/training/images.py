@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
-from sf_core.pictures.sight import Sight, read_sight
+from sf_core.models.images.processor_config import Sight, read_sight
 from sf_core.types import PictureSpan
 from storage.media import read_picture, store_picture
 from storage.tables.schema import IMAGES

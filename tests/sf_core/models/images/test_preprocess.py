@@ -10,9 +10,9 @@ import pytest
 from PIL import Image, PngImagePlugin
 from PIL.PngImagePlugin import PngInfo
 
-from sf_core.pictures import fitting
-from sf_core.pictures.fitting import fit_picture
-from sf_core.pictures.sight import Sight
+from sf_core.models.images import preprocess
+from sf_core.models.images.preprocess import fit_picture
+from sf_core.models.images.processor_config import Sight
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
 
@@ -114,10 +114,10 @@ def test_what_cannot_be_shown_is_refused(data: bytes, told: str) -> None:
 
 def test_large_pictures_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     data = save(Image.new("RGB", (300, 300)))
-    monkeypatch.setattr(fitting, "MAX_PIXELS", 300 * 300 - 1)
+    monkeypatch.setattr(preprocess, "MAX_PIXELS", 300 * 300 - 1)
     with pytest.raises(ValueError, match="the picture has 300 by 300 pixels; the limit is 89999 pixels"):
         fit_picture(data, SIGHT)
-    monkeypatch.setattr(fitting, "MAX_BYTES", len(data) - 1)
+    monkeypatch.setattr(preprocess, "MAX_BYTES", len(data) - 1)
     with pytest.raises(ValueError, match=f"the picture has {len(data)} bytes; the limit is {len(data) - 1}"):
         fit_picture(data, SIGHT)
 

@@ -1,5 +1,5 @@
 """The pictures of one session, numbered by their first appearance in the messages of its prompts. Its tokens
-hold negative ids made of these numbers in place of placeholders (sf_core/pictures/spans.py)."""
+hold negative ids made of these numbers in place of placeholders (sf_core/models/images/placeholders.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from sf_core.dataplane.chat.messages import Message, list_pictures
-from sf_core.pictures.sight import Sight
-from sf_core.pictures.spans import find_pictures, name_of, restore_placeholders
+from sf_core.models.images.placeholders import find_pictures, name_of, restore_placeholders
+from sf_core.models.images.processor_config import Sight
 from sf_core.types import Ids, PictureSpan
 
 PICTURE_BYTES = 300

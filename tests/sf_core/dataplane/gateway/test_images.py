@@ -20,9 +20,9 @@ from sf_core.dataplane.chat.messages import list_pictures
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
 from sf_core.dataplane.media import media
-from sf_core.pictures.apart import fit_apart
-from sf_core.pictures.fitting import Fitted
-from sf_core.pictures.sight import Sight
+from sf_core.models.images.decoder_process import fit_apart
+from sf_core.models.images.preprocess import Fitted
+from sf_core.models.images.processor_config import Sight
 from sf_core.types import GenerationRequest
 from storage.media import read_picture
 from storage.tables.schema import Trajectory

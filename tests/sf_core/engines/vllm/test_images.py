@@ -16,13 +16,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sf_core.engines.testing import awake, sample
-from sf_core.engines.vllm import pictures as module
+from sf_core.engines.vllm import images as module
 from sf_core.engines.vllm.client import RequestRefusedError, StreamDelta, VllmClient
+from sf_core.engines.vllm.images import Pictures
 from sf_core.engines.vllm.limits import check_shape
-from sf_core.engines.vllm.pictures import Pictures
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import make_arguments
-from sf_core.pictures.sight import PROCESSOR, Sight
+from sf_core.models.images.processor_config import PROCESSOR, Sight
 from sf_core.types import Chunk, GenerationRequest, PictureSpan
 from storage.files import list_files, write_atomic
 from storage.media import media_file, store_picture
@@ -75,7 +75,7 @@ class TestPictures(ServingTests):
         one = store(self.media_dir, 2, 3)
         two = store(self.media_dir, 1, 1)
         # neighbours too, and one of them twice
-        self.prompt, self.pictures = bench.engines.seeing_policies.place_pictures(
+        self.prompt, self.pictures = bench.engines.multimodal_policies.place_pictures(
             [5, one, two, 6, one], SIGHT
         )
         self.engine = self.made()
@@ -150,7 +150,7 @@ async def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_g
 
     async def ask(*pictures: PictureSpan) -> list[StreamDelta]:
         client = VllmClient(fake.url)
-        ids, spans = bench.engines.seeing_policies.place_pictures([5, *pictures], SIGHT)
+        ids, spans = bench.engines.multimodal_policies.place_pictures([5, *pictures], SIGHT)
         sampling = {"max_tokens": 1, "stop_token_ids": (), "stream_interval": 1}
         body = {"request_id": "r", "token_ids": ids, "sampling_params": sampling}
         try:
@@ -198,7 +198,7 @@ def test_a_server_that_shows_pictures_has_a_tokenizer_and_reads_files_of_their_f
 def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_part_of_a_version(
     tmp_path: Path,
 ) -> None:
-    policies = bench.engines.seeing_policies.SeeingPolicies(tmp_path)
+    policies = bench.engines.multimodal_policies.SeeingPolicies(tmp_path)
     for untied in (True, False):
         folder = PolicyFolder(policies.start_dir, untied=untied, max_picture_tokens=16)
         for version in (1, 0, 2):

@@ -19,16 +19,16 @@ from sf_core.engines.testing import awake, catch, drain, ids_of, sample
 from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan, Sampling, WeightsRef
 from storage.media import media_file
 from tests.bench import engines
-from tests.bench.engines import seeing_policies
+from tests.bench.engines import multimodal_policies
 from tests.sf_core.engines.vllm.small_policies import CONTEXT
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> seeing_policies.SeeingPolicies:
-    return seeing_policies.SeeingPolicies(tmp_path_factory.mktemp("seeing"))
+def policies(tmp_path_factory: pytest.TempPathFactory) -> multimodal_policies.SeeingPolicies:
+    return multimodal_policies.SeeingPolicies(tmp_path_factory.mktemp("seeing"))
 
 
-def config_of(policies: seeing_policies.SeeingPolicies, **sections: object) -> RunConfig:
+def config_of(policies: multimodal_policies.SeeingPolicies, **sections: object) -> RunConfig:
     run = Path(policies.media_dir).parent
     engine = {"kind": "vllm", "context_length": CONTEXT, "max_running": 32}
     return RunConfig.model_validate(
@@ -37,7 +37,7 @@ def config_of(policies: seeing_policies.SeeingPolicies, **sections: object) -> R
 
 
 @pytest.fixture(scope="module")
-def seeing(vllm: str, policies: seeing_policies.SeeingPolicies) -> Iterator[Engine]:
+def seeing(vllm: str, policies: multimodal_policies.SeeingPolicies) -> Iterator[Engine]:
     """Its server is started by the first test."""
     engine = make_engine(config_of(policies), policies.start_dir)
     yield engine
@@ -51,7 +51,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
     tolerance = 1e-5
 
     @pytest.fixture(autouse=True)
-    def _of(self, seeing: AsyncEngine, policies: seeing_policies.SeeingPolicies) -> None:
+    def _of(self, seeing: AsyncEngine, policies: multimodal_policies.SeeingPolicies) -> None:
         self.engine = seeing
         self.policies = policies
         self.vocab_size = policies.vocab_size
@@ -59,7 +59,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
         one = policies.draw(rng)
         two = policies.draw(rng)
         # one of them twice
-        self.prompt, self.pictures = seeing_policies.place_pictures(
+        self.prompt, self.pictures = multimodal_policies.place_pictures(
             [5, one, 6, 7, two, 8, one, 9], policies.sight
         )
         # after a test that failed
@@ -100,7 +100,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
             for _ in range(rng.randrange(1, 4)):
                 parts += [rng.randrange(5, 100) for _ in range(rng.randrange(9))]
                 parts += [3, self.policies.draw(rng), 4]
-            ids, pictures = seeing_policies.place_pictures(parts, self.policies.sight)
+            ids, pictures = multimodal_policies.place_pictures(parts, self.policies.sight)
             sampling = Sampling(seed=number)
             requests.append(GenerationRequest(f"{number}", ids, 0, 20, (), sampling, pictures=pictures))
         with self.serve() as engine:
@@ -127,7 +127,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
             picture = self.policies.draw(rng)
             if picture.length == 9:
                 shown[len(shown)] = picture
-        ids, _ = seeing_policies.place_pictures([5, shown[0], *[7] * 200], self.policies.sight)
+        ids, _ = multimodal_policies.place_pictures([5, shown[0], *[7] * 200], self.policies.sight)
         logprobs: list[list[float]] = []
         with self.serve() as engine:
             for number in (0, 1, 0, 1):
@@ -150,7 +150,9 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
             told = []
             for sha256, length in ((missing, 6), ("1" * 64, 6), (good.sha256, good.length + 1)):
                 picture = PictureSpan(sha256, 0, length, 56, 84)
-                ids, pictures = seeing_policies.place_pictures([5, picture, 6, other], self.policies.sight)
+                ids, pictures = multimodal_policies.place_pictures(
+                    [5, picture, 6, other], self.policies.sight
+                )
                 engine.submit(GenerationRequest("r", ids, 0, 9, (), self.sampling(0), pictures=pictures))
                 (chunk,) = drain(engine)
                 assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
@@ -175,7 +177,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
 class Start(engines.model_folders.ModelFolders):
     """The start folder of policies, for which there are adapters."""
 
-    def __init__(self, policies: seeing_policies.SeeingPolicies) -> None:
+    def __init__(self, policies: multimodal_policies.SeeingPolicies) -> None:
         self._policies = policies
 
     def __call__(self, kind: str = "", seed: int = 0) -> str:
@@ -185,7 +187,7 @@ class Start(engines.model_folders.ModelFolders):
 # test_adapters.py is nightly, too
 @pytest.mark.nightly
 def test_adapters_of_the_language_part_sample_with_pictures(
-    vllm: str, policies: seeing_policies.SeeingPolicies, tmp_path: Path
+    vllm: str, policies: multimodal_policies.SeeingPolicies, tmp_path: Path
 ) -> None:
     adapters = engines.adapter_folders.AdapterFolders(tmp_path, Start(policies))
     assert not any("visual" in name for name in adapters.factors("", 1))
@@ -193,7 +195,7 @@ def test_adapters_of_the_language_part_sample_with_pictures(
     rng = random.Random(6)
     for version in (0, 1, 4):
         awake(engine, WeightsRef(version, adapters.version("", version)))
-        ids, pictures = seeing_policies.place_pictures(
+        ids, pictures = multimodal_policies.place_pictures(
             [5, policies.draw(rng), 6, policies.draw(rng), 7], policies.sight
         )
         sampling = Sampling(seed=version)

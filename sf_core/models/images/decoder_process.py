@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from PIL import Image
 
 from sf_core.import_path import module_environment, python_module
-from sf_core.pictures.fitting import Fitted, fit_picture
-from sf_core.pictures.sight import Sight, UnfitError
+from sf_core.models.images.preprocess import Fitted, fit_picture
+from sf_core.models.images.processor_config import Sight, UnfitError
 
 MAX_MEMORY = 2**30
 """Most bytes of memory of a process. Within the limit of pixels only WebP takes more, with 16 bytes for each

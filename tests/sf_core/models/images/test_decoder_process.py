@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sf_core.pictures.apart import DecoderError, SlowPictureError, fit_apart
-from sf_core.pictures.fitting import fit_picture
-from sf_core.pictures.sight import Sight
+from sf_core.models.images.decoder_process import DecoderError, SlowPictureError, fit_apart
+from sf_core.models.images.preprocess import fit_picture
+from sf_core.models.images.processor_config import Sight
 from tests.bench import waits
-from tests.bench.dataplane import heavy_pictures
-from tests.bench.dataplane.pictures import png
+from tests.bench.dataplane import heavy_images
+from tests.bench.dataplane.images import png
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
 MUCH_S = 1000.0
@@ -25,7 +25,7 @@ def decoders() -> set[psutil.Process]:
     found = set()
     for process in psutil.Process().children():
         try:
-            if process.cmdline()[-1:] == ["sf_core.pictures.apart"]:
+            if process.cmdline()[-1:] == ["sf_core.models.images.decoder_process"]:
                 found.add(process)
         except psutil.Error:
             # it has ended meanwhile
@@ -34,7 +34,7 @@ def decoders() -> set[psutil.Process]:
 
 
 def test_pictures_are_as_without_a_process() -> None:
-    for data in (png("red"), png((1, 2, 3), (300, 200)), heavy_pictures.many_scans(3)):
+    for data in (png("red"), png((1, 2, 3), (300, 200)), heavy_images.many_scans(3)):
         assert fit_apart(data, SIGHT, MUCH_S) == fit_picture(data, SIGHT)
 
 
@@ -47,7 +47,7 @@ def test_refusals_are_as_without_a_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [heavy_pictures.many_scans(2000), heavy_pictures.many_chunks(200_000)], ids=["scans", "chunks"]
+    "data", [heavy_images.many_scans(2000), heavy_images.many_chunks(200_000)], ids=["scans", "chunks"]
 )
 def test_the_cpu_time_of_a_picture_has_a_limit(data: bytes) -> None:
     with pytest.raises(SlowPictureError) as refused:
@@ -62,7 +62,7 @@ def test_the_cpu_time_of_a_picture_has_a_limit(data: bytes) -> None:
 
 def test_memory_has_a_limit() -> None:
     with pytest.raises(ValueError) as refused:
-        fit_apart(heavy_pictures.LARGE_WEBP, SIGHT, MUCH_S)
+        fit_apart(heavy_images.LARGE_WEBP, SIGHT, MUCH_S)
     assert str(refused.value) == (
         "the picture takes more than 1024 MiB of memory to decode, which is the limit"
     )
@@ -92,7 +92,7 @@ def test_a_decoder_that_was_killed_has_a_successor() -> None:
         waits.wait_until(lambda: not idle.is_running() or idle.status() == psutil.STATUS_ZOMBIE)
         fit_apart(png("red"), SIGHT, MUCH_S)
         try:
-            fit_apart(heavy_pictures.many_scans(200_000), SIGHT, MUCH_S)
+            fit_apart(heavy_images.many_scans(200_000), SIGHT, MUCH_S)
         except DecoderError as error:
             failures.append(error)
         fit_apart(png("red"), SIGHT, MUCH_S)

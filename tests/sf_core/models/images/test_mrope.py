@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sf_core.pictures.positions import count_sides, place_tokens
+from sf_core.models.images.mrope import count_sides, place_tokens
 from sf_core.types import PictureSpan
 
 TALL = PictureSpan("a", 2, 6, 84, 56)

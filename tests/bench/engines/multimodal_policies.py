@@ -19,8 +19,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
+from sf_core.models.images.processor_config import PLACEHOLDER_BIAS, Sight, read_sight
 from sf_core.models.language import TOWER
-from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight, read_sight
 from sf_core.training.policy_folder import read_model_config
 from sf_core.types import PictureSpan, Sampling, WeightsRef
 from storage.media import read_picture, store_picture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sf_core.cli.replay import replay
-from sf_core.pictures.sight import read_sight
+from sf_core.models.images.processor_config import read_sight
 from sf_core.stages.evaluate import open_measurement
 from sf_core.stages.finish import export_policy
 from sf_core.stages.run import OpenRun, RunRef
@@ -21,7 +21,7 @@ from storage.tensors.weight_delta import FILE_NAME as DELTA
 from storage.tensors.weights import load_weights
 from tests import bench
 from tests.bench import runs
-from tests.bench.training import pictures
+from tests.bench.training import images
 
 ROWS = [[([3, name, 2], 4), ([1, "2", 1], 3)] for name in "0104"]
 
@@ -40,9 +40,9 @@ def trained(folder: Path, **settings: Any) -> RunDirectory:
     policy |= settings.pop("policy", {})
     # so small that few weights of bfloat16 change
     config = runs.configure(run, policy=policy, train={"learning_rate": 1e-6} | settings)
-    sight = pictures.seeing_policy(str(folder / "sight"))
+    sight = images.seeing_policy(str(folder / "sight"))
     batches = [
-        pictures.seeing_batch(sight, run.media_dir, ROWS, group_size=4, version=version, seed=version)
+        images.seeing_batch(sight, run.media_dir, ROWS, group_size=4, version=version, seed=version)
         for version in range(2)
     ]
     bench.trained_runs.train(run, config, batches)
@@ -83,9 +83,9 @@ def test_language_tensors_alone_are_published_and_the_whole_policy_is_exported(
         for name, tensor in wanted.items():
             assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
     assert replay(run.uri, 1).equal
-    model = pictures.loaded(run.policy_dir)
-    batch = pictures.seeing_batch(run.start_dir, run.media_dir, ROWS)
-    scores = pictures.seen_by_transformers(model, run.policy_dir, run.media_dir, batch)
+    model = images.loaded(run.policy_dir)
+    batch = images.seeing_batch(run.start_dir, run.media_dir, ROWS)
+    scores = images.seen_by_transformers(model, run.policy_dir, run.media_dir, batch)
     assert all(own.isfinite().all() for own in scores)
 
 
@@ -105,11 +105,11 @@ def test_a_reference_and_a_critic_see_too(tmp_path: Path, renew_every: int | Non
 def test_a_teacher_sees_too(tmp_path: Path, divergence: str) -> None:
     teacher = {"model": str(tmp_path / "sight"), "divergence": divergence}
     run = trained(tmp_path, teacher=teacher, advantage="none")
-    batch = pictures.seeing_batch(run.start_dir, run.media_dir, ROWS)
+    batch = images.seeing_batch(run.start_dir, run.media_dir, ROWS)
     folders = run.start_dir, str(tmp_path / "sight")
-    measure = pictures.predict if divergence == "reverse" else pictures.seen_by_transformers
+    measure = images.predict if divergence == "reverse" else images.seen_by_transformers
     with torch.no_grad():
-        own, taught = (torch.cat(measure(pictures.loaded(one), one, run.media_dir, batch)) for one in folders)
+        own, taught = (torch.cat(measure(images.loaded(one), one, run.media_dir, batch)) for one in folders)
     gaps = ((own - taught) * own.exp()).sum(1) if divergence == "reverse" else own - taught
     measured = run.read_committed(0, "train").data["teacher_kl"]
     # of log-probs that count, because their probability is that of a sampled token

@@ -21,7 +21,7 @@ from sf_core.engines.vllm.client import (
     StreamDelta,
     VllmClient,
 )
-from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight
+from sf_core.models.images.processor_config import PLACEHOLDER_BIAS, Sight
 from sf_core.types import GenerationRequest, PictureSpan
 from storage.files import absolute, is_local, write_atomic
 from storage.media import media_file, read_picture

@@ -67,7 +67,7 @@ def shown(config: RunConfig) -> list[dict[str, Any]]:
     return [span for row in rows for span in row["images"]]
 
 
-# kills are in test_resume.py, runs that see in tests/sf_core/stages/test_seeing_runs.py
+# kills are in test_resume.py, runs that see in tests/sf_core/stages/test_multimodal_runs.py
 @pytest.mark.nightly
 def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_replayed(
     cluster: stacks.cluster.Cluster,
@@ -108,7 +108,7 @@ def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_r
     assert replay(run.uri, 4).equal and replay(run.uri, 0).equal
 
 
-# a server that sees is in tests/sf_core/engines/vllm/test_seeing.py
+# a server that sees is in tests/sf_core/engines/vllm/test_multimodal.py
 @pytest.mark.nightly
 def test_a_run_whose_engine_sees_otherwise_than_its_trainer_ends_at_the_first_batch(
     cluster: stacks.cluster.Cluster, tmp_path: Path

@@ -1,0 +1,1 @@
+"""Images in prompts: their preprocessing, and their placeholders among token ids. Needs no tensor library."""
