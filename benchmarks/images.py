@@ -49,7 +49,11 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import VllmServer, make_arguments
 from sf_core.models.builtin import make_policy
-from sf_core.models.images.processor_config import PROCESSOR, Sight, read_sight
+from sf_core.models.images.processor_config import (
+    PREPROCESSOR_CONFIG,
+    ImageProcessorConfig,
+    read_image_processor,
+)
 from sf_core.training.packing.rows import SAMPLING, Row
 from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
@@ -80,9 +84,9 @@ def main(only: Annotated[list[str] | None, typer.Option(help="sections; all by d
 def make_seeing(folder: Path, max_tokens: int, **shape: int) -> str:
     """A policy whose processor lets a picture have as many tokens as Qwen2.5-VL's would give it."""
     make_policy(str(folder), PolicyConfig(sees=True, **shape), seed=0)
-    processor = json.loads((folder / PROCESSOR).read_text(encoding="utf-8"))
+    processor = json.loads((folder / PREPROCESSOR_CONFIG).read_text(encoding="utf-8"))
     processor["size"]["longest_edge"] = max_tokens * 28 * 28
-    (folder / PROCESSOR).write_text(json.dumps(processor), encoding="utf-8")
+    (folder / PREPROCESSOR_CONFIG).write_text(json.dumps(processor), encoding="utf-8")
     return str(folder)
 
 
@@ -175,7 +179,7 @@ def measure_engine(folder: Path) -> Line:
     model = make_seeing(folder / "model", 40, hidden_size=128, num_layers=4)
     policy = PolicyFolder(model, untied=True)
     policy.take(model)
-    assert policy.sight is not None
+    assert policy.image_processor is not None
     media = str(folder / "media")
     arguments = make_arguments(
         dtype="float32",
@@ -190,13 +194,15 @@ def measure_engine(folder: Path) -> Line:
     (folder / "media").mkdir()
     server = VllmServer(policy.path, arguments, on_cpu=True)
     try:
-        return asyncio.run(ask_engine(server, Renderer(model), policy.sight, media))
+        return asyncio.run(ask_engine(server, Renderer(model), policy.image_processor, media))
     finally:
         server.end()
 
 
-async def ask_engine(server: VllmServer, renderer: Renderer, sight: Sight, media: str) -> Line:
-    names = [store_small(media, sight, number) for number in range(TURNS + 32)]
+async def ask_engine(
+    server: VllmServer, renderer: Renderer, image_processor: ImageProcessorConfig, media: str
+) -> Line:
+    names = [store_small(media, image_processor, number) for number in range(TURNS + 32)]
     async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(server.socket)) as session:
         await await_health(session, server)
 
@@ -209,7 +215,7 @@ async def ask_engine(server: VllmServer, renderer: Renderer, sight: Sight, media
                 "max_tokens": max_tokens,
                 "ignore_eos": True,
                 "detokenize": False,
-                "logit_bias": {sight.token_id: -100},
+                "logit_bias": {image_processor.token_id: -100},
             }
             body = {
                 "token_ids": ids,
@@ -225,14 +231,16 @@ async def ask_engine(server: VllmServer, renderer: Renderer, sight: Sight, media
 
         line = await measure_session(ask, renderer, names)
         for what, pictured in (("pictures", True), ("text", False)):
-            rates = [await measure_rate(ask, renderer, names, sight, pictured, salt) for salt in range(4)]
+            rates = [
+                await measure_rate(ask, renderer, names, image_processor, pictured, salt) for salt in range(4)
+            ]
             # the first warms up
             line[f"tokens_per_second_{what}"] = round(max(rates[1:]))
     return line
 
 
-def store_small(media: str, sight: Sight, number: int) -> str:
-    height, width = sight.fit(SCREEN[1], SCREEN[0])
+def store_small(media: str, image_processor: ImageProcessorConfig, number: int) -> str:
+    height, width = image_processor.smart_resize(SCREEN[1], SCREEN[0])
     return store_picture(media, draw_screen(number, (width, height)))
 
 
@@ -273,14 +281,19 @@ async def measure_session(ask: Ask, renderer: Renderer, names: list[str]) -> Lin
 
 
 async def measure_rate(
-    ask: Ask, renderer: Renderer, names: list[str], sight: Sight, pictured: bool, salt: int
+    ask: Ask,
+    renderer: Renderer,
+    names: list[str],
+    image_processor: ImageProcessorConfig,
+    pictured: bool,
+    salt: int,
 ) -> float:
     """Sampled tokens per second of 16 requests at once."""
     text = renderer.encode(screen_text(0) + "<|im_start|>assistant\n").tolist()
-    height, width = sight.fit(SCREEN[1], SCREEN[0])
-    more = sight.count_tokens(height, width) - 1
+    height, width = image_processor.smart_resize(SCREEN[1], SCREEN[0])
+    more = image_processor.count_tokens(height, width) - 1
     letters = renderer.encode("x" * (more + 1)).tolist()
-    at = text.index(sight.token_id)
+    at = text.index(image_processor.token_id)
     plain = [*text[:at], *letters, *text[at + 1 :]]
     start = time.perf_counter()
     await asyncio.gather(
@@ -294,11 +307,11 @@ async def measure_rate(
 
 def measure_trainer(folder: Path) -> Line:
     model = make_seeing(folder / "model", 40, hidden_size=128, num_layers=4)
-    sight = read_sight(model)
+    image_processor = read_image_processor(model)
     media = str(folder / "media")
-    assert sight is not None
-    names = [store_small(media, sight, number) for number in range(8)]
-    rows = [make_row(number, names[number % 8], sight) for number in range(32)]
+    assert image_processor is not None
+    names = [store_small(media, image_processor, number) for number in range(8)]
+    rows = [make_row(number, names[number % 8], image_processor) for number in range(32)]
     seconds: dict[str, list[float]] = {"first": [], "again": []}
     for _ in range(4):
         network = Network(model, tower=Tower(model, media))
@@ -314,10 +327,10 @@ def measure_trainer(folder: Path) -> Line:
     return {"first_step_s": round(first, 3), "tower_share": round(1 - again / first, 3), "tokens": tokens}
 
 
-def make_row(number: int, name: str, sight: Sight) -> Row:
+def make_row(number: int, name: str, image_processor: ImageProcessorConfig) -> Row:
     """A prompt of a picture and 200 tokens of text, of which half are trained."""
-    height, width = sight.fit(SCREEN[1], SCREEN[0])
-    length = sight.count_tokens(height, width)
+    height, width = image_processor.smart_resize(SCREEN[1], SCREEN[0])
+    length = image_processor.count_tokens(height, width)
     random_ids = np.random.default_rng(number)
     ids = random_ids.integers(5, 100, length + 201).astype(np.int32)
     span = PictureSpan(name, 1, length, height, width)

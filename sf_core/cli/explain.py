@@ -11,7 +11,7 @@ from rich.text import Text
 
 from sf_core.cli.duration import Estimate
 from sf_core.config import RunConfig
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.models.pretrained.needed_weights import UnknownModelError
 from sf_core.reports.tables import make_table
 from sf_core.scheduling.cluster import describe_holders, find_workers, scheduler_of, workers_here
@@ -110,8 +110,10 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
     folder = folder_to_start_from(config, by_a_worker=True) if config.policy.model else None
     if folder is not None:
         facts.append(("policy", describe_policy(folder)))
-    if sight := read_sight(folder) if folder else None:
-        facts.append(("pictures", sight.limit(config.rollout.max_picture_tokens).describe()))
+    if image_processor := read_image_processor(folder) if folder else None:
+        facts.append(
+            ("pictures", image_processor.with_max_tokens(config.rollout.max_picture_tokens).describe())
+        )
     elif config.policy.sees:
         facts.append(("pictures", "the policy sees pictures"))
     if config.rollout.outside_groups:

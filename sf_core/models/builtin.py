@@ -22,7 +22,7 @@ from transformers import (
 from sf_core.config import PolicyConfig
 from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.models.cache_size import built_in_shape
-from sf_core.models.images.processor_config import PROCESSOR
+from sf_core.models.images.processor_config import PREPROCESSOR_CONFIG
 
 UNKNOWN = "<unk>"
 PADDING = "<pad>"
@@ -118,7 +118,7 @@ def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if config.sees:
-        Path(folder, PROCESSOR).write_text(json.dumps(_PROCESSOR, indent=1), encoding="utf-8")
+        Path(folder, PREPROCESSOR_CONFIG).write_text(json.dumps(_PROCESSOR, indent=1), encoding="utf-8")
 
 
 def _seeing(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sf_core.models.images.processor_config import SEEING, read_sight
+from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES, read_image_processor
 from storage.files import FileRef, copy_folder
 from storage.tensors.weight_delta import FILE_NAME as DELTA
 from storage.tensors.weights import load_weights, save_weights
@@ -19,7 +19,7 @@ TOWER = "visual."
 def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:
     """The weights in the folder of a version, with those of the start folder that no version has: the tower
     of a policy that sees."""
-    if read_sight(start) is None:
+    if read_image_processor(start) is None:
         return load_weights(version)
     tower = {name: tensor for name, tensor in load_weights(start).items() if name.startswith(TOWER)}
     return tower | load_weights(version)
@@ -27,7 +27,7 @@ def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:
 
 def copy_version(start: str, version: str, folder: str) -> list[FileRef]:
     """Copy the weights in the folder of a version as `load_whole` has them; returns the copies."""
-    if read_sight(start) is None:
+    if read_image_processor(start) is None:
         return copy_folder(version, folder, exclude=(DELTA,))
     return save_weights(folder, load_whole(start, version), 0)
 
@@ -38,7 +38,7 @@ def language_model(config: Any) -> tuple[Any, Any]:
     have the names that they have in the policy's files."""
     from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-    if config.model_type not in SEEING:
+    if config.model_type not in MULTIMODAL_MODEL_TYPES:
         return AutoModelForCausalLM, config
 
     class LanguagePart(Qwen2ForCausalLM):

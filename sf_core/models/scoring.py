@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
-from sf_core.models.images.processor_config import PLACEHOLDER_BIAS
+from sf_core.models.images.processor_config import PLACEHOLDER_LOGIT_BIAS
 from sf_core.models.projections import has_fast_products
 from sf_core.models.sampling import cutoff
 
@@ -316,5 +316,5 @@ def _chunks(
             room = None if to is None else to[part]
             logits.copy_(torch.mm(outputs[part], head.t(), out=room))
         if never is not None:
-            logits[:, never] += PLACEHOLDER_BIAS
+            logits[:, never] += PLACEHOLDER_LOGIT_BIAS
         yield part, logits.div_(scale[part].unsqueeze(1)) if scaled else logits

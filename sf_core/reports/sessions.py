@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports.iterations import Iteration, failures_of
 from storage.run_directory import RunDirectory
@@ -253,8 +253,8 @@ def open_decoder(run: RunDirectory, has_images: bool) -> Decode:
     tokenizer = open_tokenizer(run)
     if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    sight = read_sight(run.start_dir) if has_images else None
-    if sight is None:
+    image_processor = read_image_processor(run.start_dir) if has_images else None
+    if image_processor is None:
         return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
-    placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(sight.token_id)))})+"
+    placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(image_processor.token_id)))})+"
     return lambda ids: re.sub(placeholders, "[picture]", tokenizer.decode(ids, skip_special_tokens=False))

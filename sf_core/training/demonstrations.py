@@ -21,8 +21,8 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.sessions.images import Pictures
 from sf_core.environments.environment import Demonstration
 from sf_core.environments.registry import environment_of
-from sf_core.models.images.preprocess import fit_picture
-from sf_core.models.images.processor_config import Sight
+from sf_core.models.images.preprocess import preprocess_image
+from sf_core.models.images.processor_config import ImageProcessorConfig
 from sf_core.types import Ids, PictureSpan
 from storage.files import read_bytes
 from storage.json_files import json_lines
@@ -112,13 +112,17 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> EncodedDemonstra
     tools = demonstration.tools or []
     rendered = ""
     pictures = Pictures()
-    messages, files = _read_messages(demonstration.messages, renderer.sight)
+    messages, files = _read_messages(demonstration.messages, renderer.image_processor)
     pictures.note(messages)
 
     def extend(count: int, text: str, by_assistant: bool) -> None:
         nonlocal rendered
         new = renderer.encode_behind_text(text) if rendered else renderer.encode(text)
-        ids.append(new if by_assistant else pictures.namer(messages[:count], renderer.sight)(new))
+        ids.append(
+            new
+            if by_assistant
+            else pictures.placeholder_expander(messages[:count], renderer.image_processor)(new)
+        )
         is_answer.append(np.full(len(ids[-1]), by_assistant))
         rendered += text
 
@@ -148,19 +152,19 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> EncodedDemonstra
         raise ValueError("a demonstration cannot be used: the messages of the assistant are empty")
     token_ids = np.concatenate(ids)
     mask = np.concatenate(is_answer)
-    if renderer.sight is None:
+    if renderer.image_processor is None:
         return EncodedDemonstration(demonstration, token_ids, mask)
-    token_ids, spans = pictures.read(token_ids, renderer.sight)
+    token_ids, spans = pictures.read(token_ids, renderer.image_processor)
     return EncodedDemonstration(replace(demonstration, messages=messages), token_ids, mask, spans, files)
 
 
 def _read_messages(
-    messages: list[dict[str, Any]], sight: Sight | None
+    messages: list[dict[str, Any]], image_processor: ImageProcessorConfig | None
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Messages in canonical form, and the PNG files of their pictures by their hashes, as the policy sees
     them."""
     files = dict[str, bytes]()
-    left_out = LeftOut(sees=sight is not None)
+    left_out = LeftOut(sees=image_processor is not None)
     try:
         canonical = [
             message
@@ -170,9 +174,9 @@ def _read_messages(
     except ApiError as error:
         raise ValueError(f"a demonstration cannot be used: {error}") from None
     for where, data, part in left_out.pictures:
-        assert sight is not None
+        assert image_processor is not None
         try:
-            fitted = fit_picture(a2b_base64(data), sight)
+            fitted = preprocess_image(a2b_base64(data), image_processor)
         except ValueError as error:
             raise ValueError(f"a demonstration cannot be used: {where} has a picture: {error}") from None
         sha256 = hashlib.sha256(fitted.png).hexdigest()

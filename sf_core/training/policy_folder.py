@@ -12,7 +12,7 @@ from typing import Any
 
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.dataplane.chat.template_probes import roles_shown_as_lists
-from sf_core.models.images.processor_config import SEEING
+from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES
 from sf_core.models.language import TOWER, language_model
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.needed_weights import check_weights, count_needed
@@ -87,7 +87,7 @@ def check_weights_folder(model: str, setting: str) -> None:
         dtypes = _unusual_dtypes(model)
     except (ValueError, OSError) as error:
         raise ValueError(f"{setting}: {error}") from None
-    if read_model_config(model, setting).get("model_type") in SEEING:
+    if read_model_config(model, setting).get("model_type") in MULTIMODAL_MODEL_TYPES:
         _check_seeing(model, setting, names)
     if dtypes:
         raise ValueError(f"{setting}: the weights of {model} are quantised ({dtypes}); {_FULL_ONES}")
@@ -95,7 +95,8 @@ def check_weights_folder(model: str, setting: str) -> None:
 
 
 def _check_seeing(model: str, setting: str, names: Collection[str]) -> None:
-    """Raises ValueError if the trainer cannot use a model of SEEING with weights of these names."""
+    """Raises ValueError if the trainer cannot use a model of MULTIMODAL_MODEL_TYPES with weights of these
+    names."""
     from transformers import AutoConfig
 
     from sf_core.models.decoder import decoder_spec
@@ -129,7 +130,9 @@ def _fault_of(model: str, setting: str) -> str | None:
     else:
         return None
     named = "a folder of a causal language model (...ForCausalLM in its config.json)"
-    seeing = f", or of a model that sees pictures ({', '.join(SEEING)})" * (setting in _MAY_SEE)
+    seeing = f", or of a model that sees pictures ({', '.join(MULTIMODAL_MODEL_TYPES)})" * (
+        setting in _MAY_SEE
+    )
     return f"{model} is {problem}: name {named}{seeing}"
 
 
@@ -137,7 +140,7 @@ def _is_causal(shape: dict[str, Any], setting: str) -> bool:
     """Whether a model continues tokens; only policies and their teachers are shown pictures."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    seeing = SEEING if setting in _MAY_SEE else ()
+    seeing = MULTIMODAL_MODEL_TYPES if setting in _MAY_SEE else ()
     return shape.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *seeing}
 
 

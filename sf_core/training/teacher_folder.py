@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from sf_core.models.adapter import list_linears, read_adapter, shape_factors
 from sf_core.models.context import count_ids
-from sf_core.models.images.processor_config import SEEING
+from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES
 from sf_core.models.pretrained.needed_weights import check_weights
 from sf_core.models.tokenizer import load_tokenizer
 from sf_core.reports.view import RunView
@@ -66,7 +66,7 @@ class TeacherFolder:
         shape = read_model_config(self.source, setting)
         weights = self.weights or self.source
         check_weights(shape, weights, setting, part=self.weights is not None, remedy=remedy)
-        if weights != self.source and shape.get("model_type") in SEEING:
+        if weights != self.source and shape.get("model_type") in MULTIMODAL_MODEL_TYPES:
             # versions leave the tower to the folder of version 0
             check_weights(shape, self.source, setting, remedy=remedy)
         if self.adapter is not None:

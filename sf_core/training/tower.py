@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from sf_core.models.images.processor_config import KEPT_BYTES, read_sight
+from sf_core.models.images.processor_config import FEATURE_CACHE_BYTES, read_image_processor
 from sf_core.models.language import TOWER
 from sf_core.models.pretrained.needed_weights import load_model
 from sf_core.training.packing.trie import Microbatch
@@ -33,10 +33,10 @@ class Tower:
     ) -> None:
         """`media`: the folder of the run's pictures. `dtype`: that of computing. Raises ValueError if the
         policy of the Hugging Face folder does not see."""
-        sight = read_sight(model_dir)
-        if sight is None:
+        image_processor = read_image_processor(model_dir)
+        if image_processor is None:
             raise ValueError(f"{model_dir}: this model does not see pictures, but a trajectory has pictures")
-        self.placeholder = sight.token_id
+        self.placeholder = image_processor.token_id
         self._media = media
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).vision_config
         renamed = {rf"^{TOWER}": ""}
@@ -78,7 +78,7 @@ class Tower:
             )
         self._cache[picture.sha256] = features
         self._cache_bytes += features.nbytes
-        while self._cache_bytes > KEPT_BYTES and len(self._cache) > 1:
+        while self._cache_bytes > FEATURE_CACHE_BYTES and len(self._cache) > 1:
             self._cache_bytes -= self._cache.popitem(last=False)[1].nbytes
         return features
 

@@ -38,7 +38,7 @@ def warmstart(folder: str, config: RunConfig) -> None:
     assert warm is not None
     smoothing = LABEL_SMOOTHING if warm.label_smoothing is None else warm.label_smoothing
     renderer = open_renderer(folder)
-    learner = Blind(folder) if renderer.sight is None else Seeing(folder)
+    learner = Blind(folder) if renderer.image_processor is None else Seeing(folder)
     parameters = list(learner.model.parameters())
     optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=True)
     for step, batch in enumerate(demonstrations(config, range(steps))):

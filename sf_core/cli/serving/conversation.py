@@ -134,8 +134,10 @@ class SessionPrinter:
 
     def _decode(self, ids: Ids) -> str:
         """The text of a prompt, with one placeholder for each picture."""
-        if (sight := self._renderer.sight) is not None:
-            ids = restore_placeholders(ids[(ids >= 0) | (np.diff(ids, prepend=0) != 0)], sight.token_id)
+        if (image_processor := self._renderer.image_processor) is not None:
+            ids = restore_placeholders(
+                ids[(ids >= 0) | (np.diff(ids, prepend=0) != 0)], image_processor.token_id
+            )
         return self._renderer.decode_with_special(ids.tolist())
 
     def _show_turn(self, turn: Turn) -> None:

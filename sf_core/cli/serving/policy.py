@@ -9,7 +9,7 @@ from pathlib import Path
 from sf_core.cli.terminal import hide_progress_bars
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.recipes.gates import All
 from sf_core.reports.view import RunView
 from sf_core.stages.preflight.resolve import read_with_derived, resolve, values_of
@@ -47,7 +47,7 @@ def open_stored(uri: str, version: int | None, engine: str | None = None) -> Pol
     if engine is not None:
         kind = config.engine.model_copy(update={"kind": engine})
         config = config.model_copy(update={"engine": kind})
-    if read_sight(run.start_dir) is not None and not engine_kind(config).shows_pictures:
+    if read_image_processor(run.start_dir) is not None and not engine_kind(config).shows_pictures:
         raise ValueError(
             f"the policy of run {run.run_id} sees pictures, but this engine does not support pictures: use "
             "--engine vllm"
@@ -119,7 +119,7 @@ def fit_to_this_process(policy: Policy) -> RunConfig:
     """The settings with the built-in engine in place of one that starts a server, unless the policy sees, and
     with room for the few requests that one agent sends at once."""
     config = policy.config
-    is_multimodal = read_sight(policy.start_dir) is not None
+    is_multimodal = read_image_processor(policy.start_dir) is not None
     engine = config.engine
     kind = "torch" if engine.kind == "vllm" and not is_multimodal else engine.kind
     fitting = engine.model_copy(update={"kind": kind, "max_running": min(engine.max_running, 8)})

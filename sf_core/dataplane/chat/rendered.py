@@ -34,10 +34,12 @@ class Reader:
         Texts are compared, because sampled ids may differ from those the tokenizer makes of the same text."""
         if not messages:
             return False
-        if (sight := self._renderer.sight) is not None:
+        if (image_processor := self._renderer.image_processor) is not None:
             # a rendering has one placeholder for each picture
             prompt_ids = [
-                token for last, token in pairwise([-1, *prompt_ids]) if not last == token == sight.token_id
+                token
+                for last, token in pairwise([-1, *prompt_ids])
+                if not last == token == image_processor.token_id
             ]
         text = self._renderer.decode_with_special(list(prompt_ids))
         *before, last = messages

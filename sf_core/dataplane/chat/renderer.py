@@ -35,7 +35,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.models.context import count_ids
 from sf_core.models.images.placeholder_text import Placeholder
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.models.token_bytes import TokenBytes, control_tokens
 from sf_core.types import Ids, to_ids
 from storage.files import local_folder, read_bytes
@@ -104,14 +104,23 @@ class Renderer:
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.num_ids = max(self.vocab_size, count_ids(_read_json(folder / "config.json")) or 0)
         """Number of ids that the policy may sample. Networks are often padded beyond the vocabulary."""
-        self.sight = read_sight(str(folder)) if (folder / "config.json").exists() else None
+        self.image_processor = (
+            read_image_processor(str(folder)) if (folder / "config.json").exists() else None
+        )
         """How the policy sees pictures, within the limits of its processor; None: it is shown none."""
-        if self.sight is not None and self._tokenizer.id_to_token(self.sight.token_id) is None:
+        if (
+            self.image_processor is not None
+            and self._tokenizer.id_to_token(self.image_processor.token_id) is None
+        ):
             raise ValueError(
-                f"{model_dir}: the tokenizer has no token {self.sight.token_id}, which config.json names as "
-                "image_token_id"
+                f"{model_dir}: the tokenizer has no token {self.image_processor.token_id}, which "
+                "config.json names as image_token_id"
             )
-        spelled = None if self.sight is None else self._tokenizer.id_to_token(self.sight.token_id)
+        spelled = (
+            None
+            if self.image_processor is None
+            else self._tokenizer.id_to_token(self.image_processor.token_id)
+        )
         self.placeholder = None if spelled is None else Placeholder(spelled)
         """That of pictures; None: the policy is shown none."""
         self._special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
@@ -156,7 +165,7 @@ class Renderer:
         """Whether a prompt with a tool differs from one without."""
 
     def _find_append_only_roles(self) -> frozenset[str]:
-        sees = self.sight is not None
+        sees = self.image_processor is not None
         key = encode_sorted([self.templates.sources, self._special | self.options, sees])
         roles = _append_only_roles.get(key)
         if roles is None:

@@ -160,7 +160,7 @@ async def _read_request(
     is_large = is_large_body(data)
     body, is_mended = await apart(is_large, _parse_body, data, scope, dialect, defaults or {})
     turns, session = find_session(scope, get_field(body, "model", (str,), ""))
-    if turns.renderer.sight is None:
+    if turns.renderer.image_processor is None:
         _check_size(len(data))
     return await apart(is_large, _parse_for_run, data, body, dialect, turns, session, is_mended, is_large)
 
@@ -181,7 +181,7 @@ def _parse_for_run(
     is_large: bool,
 ) -> ParsedRequest:
     settings = turns.spec.rollout
-    sees = turns.renderer.sight is not None
+    sees = turns.renderer.image_processor is not None
     supported = dialect.done_fields
     if turns.spec.follows_grammars:
         supported |= dialect.schema_fields
@@ -216,14 +216,16 @@ def _parse_for_run(
 
 async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
     """Have the pictures of a request made and stored. Raises ApiError if one cannot be shown or stored."""
-    sight = turns.renderer.sight
+    image_processor = turns.renderer.image_processor
     pictures = request.left_out.pictures
-    if sight is None or not pictures:
+    if image_processor is None or not pictures:
         return
     if len(pictures) >= turns.spec.context_length:
         # each picture has at least one token, so decoding can be spared
         raise ContextOverflow(len(pictures), turns.spec.context_length)
-    await turns.media.complete(pictures, sight.limit(turns.spec.rollout.max_picture_tokens))
+    await turns.media.complete(
+        pictures, image_processor.with_max_tokens(turns.spec.rollout.max_picture_tokens)
+    )
     pictures.clear()
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from sf_core.dataplane.chat.contents import Part, SentPicture
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField, remedy
-from sf_core.models.images.decoder_process import DecoderError, SlowPictureError, fit_apart
-from sf_core.models.images.processor_config import Sight
+from sf_core.models.images.decoder_process import DecoderError, SlowImageError, preprocess_isolated
+from sf_core.models.images.processor_config import ImageProcessorConfig
 from storage.media import store_picture
 
 NUM_KNOWN = 20_000
@@ -37,7 +37,7 @@ _slow = ThreadPoolExecutor(2, thread_name_prefix="slow-pictures")
 _FROM_URL_ALPHABET = bytes.maketrans(b"-_", b"+/")
 """google-genai sends base64 with the letters of URLs."""
 
-_Source = tuple[bytes, Sight]
+_Source = tuple[bytes, ImageProcessorConfig]
 """Digest of what was sent, and how it is seen."""
 
 
@@ -54,13 +54,13 @@ class Media:
         """The facts of pictures that are stored, or will be. Refused pictures are in it too, because an agent
         sends them again with each request."""
 
-    async def complete(self, sent: Sequence[SentPicture], sight: Sight) -> None:
+    async def complete(self, sent: Sequence[SentPicture], image_processor: ImageProcessorConfig) -> None:
         """Give the parts that show these pictures their facts; the pictures are stored then. Raises ApiError
         400 for one that cannot be shown, and 503 if one cannot be stored."""
         digests = await asyncio.to_thread(_digest, sent)
         # one after the other: a request occupies one thread of the lanes at a time
         for picture, digest in zip(sent, digests, strict=True):
-            making = self._find_or_make(picture, (digest, sight))
+            making = self._find_or_make(picture, (digest, image_processor))
             picture.part.update(await self._await_facts(picture.where, making))
 
     def _find_or_make(self, sent: SentPicture, source: _Source) -> asyncio.Future[Part | _Unusable]:
@@ -104,22 +104,26 @@ def _digest(sent: Sequence[SentPicture]) -> list[bytes]:
     return [blake2b(picture.data.encode(), digest_size=16).digest() for picture in sent]
 
 
-async def _make_in_lane(data: str, sight: Sight, folder: str) -> Part | _Unusable:
+async def _make_in_lane(data: str, image_processor: ImageProcessorConfig, folder: str) -> Part | _Unusable:
     loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(_quick, _decode_and_store, data, sight, folder, QUICK_S)
-    except SlowPictureError:
+        return await loop.run_in_executor(_quick, _decode_and_store, data, image_processor, folder, QUICK_S)
+    except SlowImageError:
         pass
     try:
-        return await loop.run_in_executor(_slow, _decode_and_store, data, sight, folder, SLOW_S)
-    except SlowPictureError as error:
+        return await loop.run_in_executor(_slow, _decode_and_store, data, image_processor, folder, SLOW_S)
+    except SlowImageError as error:
         return _Unusable(str(error))
 
 
-def _decode_and_store(data: str, sight: Sight, folder: str, cpu_s: float) -> Part | _Unusable:
-    """The facts of a picture, which is stored. Raises SlowPictureError, DecoderError and OSError."""
+def _decode_and_store(
+    data: str, image_processor: ImageProcessorConfig, folder: str, cpu_s: float
+) -> Part | _Unusable:
+    """The facts of a picture, which is stored. Raises SlowImageError, DecoderError and OSError."""
     try:
-        fitted = fit_apart(a2b_base64(data.encode().translate(_FROM_URL_ALPHABET)), sight, cpu_s)
+        fitted = preprocess_isolated(
+            a2b_base64(data.encode().translate(_FROM_URL_ALPHABET)), image_processor, cpu_s
+        )
     except Base64Error:
         return _Unusable("its base64 is broken")
     except ValueError as error:

@@ -225,7 +225,9 @@ def _take_out(run: ServedRun, session: Session, report: FinishBody) -> FinishedS
     """Stop serving a session and return its result. Raises whatever its export raises."""
     run.part(session, report.parting)
     run.turns.set_aside_unanswered(session)
-    return finish_session(run.spec, session, report, run.renderer.stop_token_ids, run.renderer.sight)
+    return finish_session(
+        run.spec, session, report, run.renderer.stop_token_ids, run.renderer.image_processor
+    )
 
 
 def _judge(run: ServedRun, claim: Claim) -> None:

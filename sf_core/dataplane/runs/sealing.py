@@ -292,7 +292,7 @@ def _write_rows(
 ) -> Answer:
     directory = RunDirectory(run.spec.run_dir)
     rows = [row for session in sessions for row in session.trajectories]
-    sees = run.renderer.sight is not None
+    sees = run.renderer.image_processor is not None
     file = write_trajectories(directory, index, rows, part, kind, sees=sees)
     answer = {"files": [asdict(file)], "branches": len(rows), **_sums(rows)}
     judgements = [(session.session_id, row) for session in sessions for row in session.judgements]

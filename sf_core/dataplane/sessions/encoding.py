@@ -18,7 +18,7 @@ from sf_core.dataplane.chat.template_probes import opening_messages, render_addi
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ContextOverflow
 from sf_core.dataplane.sessions.identity import Conversation
-from sf_core.dataplane.sessions.images import Namer, Pictures
+from sf_core.dataplane.sessions.images import ExpandPlaceholders, Pictures
 from sf_core.dataplane.sessions.tree import (
     EMPTY_PREFIX,
     LastTurnBoundary,
@@ -53,7 +53,7 @@ class Unencoded(NamedTuple):
     preceding_stop: str
     """The end-of-turn token right before `text`; empty: there is none."""
     renderer: Renderer
-    name: Namer
+    name: ExpandPlaceholders
 
     def check_length(self, context_length: int) -> None:
         """Raises ContextOverflow if the request certainly has `context_length` tokens or more. Nothing is
@@ -117,13 +117,13 @@ def render_request(
 ) -> Unencoded:
     """Render the part of a request that is not recorded. `matched` is the deepest recorded turn whose
     conversation the request begins with. Raises jinja2.TemplateError."""
-    namer = pictures.namer(conversation.messages, renderer.sight)
+    placeholder_expander = pictures.placeholder_expander(conversation.messages, renderer.image_processor)
     added = list[Message]()
     if matched is not None:
         added = conversation.messages[matched.prompt.num_messages + 1 :]
         remainder = _render_after_prompt(conversation, matched, tools, renderer)
         if remainder is not None:
-            extension = _cut_extension(matched, remainder, added, renderer, namer)
+            extension = _cut_extension(matched, remainder, added, renderer, placeholder_expander)
             if extension is not None:
                 return extension
     messages = list(conversation.messages)
@@ -135,17 +135,17 @@ def render_request(
     text = renderer.render(messages, tools, first_answer_at)
     if matched is None:
         renderer.check_shown(text, messages)
-        return Unencoded(Position(None, 0), EMPTY_PREFIX, text, "", renderer, namer)
+        return Unencoded(Position(None, 0), EMPTY_PREFIX, text, "", renderer, placeholder_expander)
     remainder = matched.prompt.rendered.remainder_of(text)
     if remainder is None:
         renderer.note_rewrite(added)
     else:
-        extension = _cut_extension(matched, remainder, added, renderer, namer)
+        extension = _cut_extension(matched, remainder, added, renderer, placeholder_expander)
         if extension is not None:
             return extension
     renderer.check_shown(text, messages)
     position, prefix = _last_common_boundary(matched, text)
-    return Unencoded(position, prefix, text[prefix.length :], "", renderer, namer)
+    return Unencoded(position, prefix, text[prefix.length :], "", renderer, placeholder_expander)
 
 
 def _render_after_prompt(
@@ -171,7 +171,11 @@ def _render_after_prompt(
 
 
 def _cut_extension(
-    turn: Turn, remainder: str, added: list[Message], renderer: Renderer, namer: Namer
+    turn: Turn,
+    remainder: str,
+    added: list[Message],
+    renderer: Renderer,
+    placeholder_expander: ExpandPlaceholders,
 ) -> Unencoded | None:
     """The text that a request adds to `turn`: `remainder`, the rendering after the turn's prompt, without the
     answer. None if `remainder` does not begin with the whole answer and its end-of-turn token."""
@@ -189,7 +193,7 @@ def _cut_extension(
     prefix = turn.prompt.rendered.extend(answer)
     stop = "" if last_id is None else renderer.stop_texts.get(last_id, "")
     preceding_stop = stop if answer.endswith(stop) else ""
-    return Unencoded(Position(turn, turn.end), prefix, suffix, preceding_stop, renderer, namer)
+    return Unencoded(Position(turn, turn.end), prefix, suffix, preceding_stop, renderer, placeholder_expander)
 
 
 def _last_common_boundary(matched: Turn, text: str) -> tuple[Position, PrefixDigest]:

@@ -19,7 +19,7 @@ from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.tree import Node, walk_path
-from sf_core.models.images.processor_config import Sight
+from sf_core.models.images.processor_config import ImageProcessorConfig
 from sf_core.types import PictureSpan
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
@@ -38,10 +38,10 @@ def export_session(
     group_id: str | None,
     stop_ids: tuple[int, ...],
     status: Status = "finished",
-    sight: Sight | None = None,
+    image_processor: ImageProcessorConfig | None = None,
 ) -> list[Trajectory]:
     """The trajectories of a session that has ended. `report` has a reward, even for a failure, unless the
-    answer could not be judged. `sight` is that of a policy that was shown pictures."""
+    answer could not be judged. `image_processor` is that of a policy that was shown pictures."""
     assert report.reward is not None or report.status == "unjudged"
     # the clock may have been changed since the session began, perhaps in another process
     finished_at = max(session.started_at, time.time())
@@ -59,8 +59,8 @@ def export_session(
         _mark_covered(path, branch, reach)
         token_ids, logprobs, versions = _token_columns(path, leaf.end)
         images: list[PictureSpan] = []
-        if sight is not None:
-            token_ids, images = session.pictures.read(token_ids, sight)
+        if image_processor is not None:
+            token_ids, images = session.pictures.read(token_ids, image_processor)
         mask = versions != NOT_SAMPLED
         for node, end in path:
             if isinstance(node, Turn) and node.constrained:

@@ -15,7 +15,7 @@ from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.images import PICTURE_BYTES
 from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.session import Session
-from sf_core.models.images.processor_config import Sight
+from sf_core.models.images.processor_config import ImageProcessorConfig
 from storage.tables.judgements import Judgement
 from storage.tables.schema import Trajectory
 
@@ -75,10 +75,11 @@ def finish_session(
     session: Session,
     report: FinishBody,
     stop_ids: tuple[int, ...],
-    sight: Sight | None = None,
+    image_processor: ImageProcessorConfig | None = None,
 ) -> FinishedSession:
     """The result of a session that is not served any more. The report has a reward, even for a failure,
-    unless the answer could not be judged. `sight` is that of the policy, None if it is shown no pictures."""
+    unless the answer could not be judged. `image_processor` is that of the policy, None if it is shown no
+    pictures."""
     assert report.reward is not None or report.status == "unjudged"
     status = judge_status(session, report)
     trajectories = export_session(
@@ -88,7 +89,7 @@ def finish_session(
         group_id=_group_id(spec, session),
         stop_ids=stop_ids,
         status=status,
-        sight=sight,
+        image_processor=image_processor,
     )
     versions = [turn.versions for turn in session.turns if len(turn.versions)]
     session.release()

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from sf_core.dataplane.chat.messages import Message, list_pictures
-from sf_core.models.images.placeholders import find_pictures, name_of, restore_placeholders
-from sf_core.models.images.processor_config import Sight
+from sf_core.models.images.placeholders import find_image_spans, image_id, restore_placeholders
+from sf_core.models.images.processor_config import ImageProcessorConfig
 from sf_core.types import Ids, PictureSpan
 
 PICTURE_BYTES = 300
 """Measured memory of a number and a size."""
 
-Namer = Callable[[Ids], Ids]
+ExpandPlaceholders = Callable[[Ids], Ids]
 """Replaces each placeholder among the last ids of a rendered prompt by the negative id of its picture, once
 for each token of the picture."""
 
@@ -34,19 +34,21 @@ class Pictures:
         for part in list_pictures(messages):
             self._sizes.setdefault(part["sha256"], (part["height"], part["width"]))
 
-    def namer(self, messages: Iterable[Message], sight: Sight | None) -> Namer:
+    def placeholder_expander(
+        self, messages: Iterable[Message], image_processor: ImageProcessorConfig | None
+    ) -> ExpandPlaceholders:
         """For a prompt of these messages, of which the last may be new."""
-        if sight is None:
+        if image_processor is None:
             return lambda ids: ids
         numbers = {sha256: number for number, sha256 in enumerate(self._sizes)}
         picture_ids = []
         lengths = []
         for part in list_pictures(messages):
-            picture_ids.append(name_of(numbers.setdefault(part["sha256"], len(numbers))))
-            lengths.append(sight.count_tokens(part["height"], part["width"]))
+            picture_ids.append(image_id(numbers.setdefault(part["sha256"], len(numbers))))
+            lengths.append(image_processor.count_tokens(part["height"], part["width"]))
 
         def expand(ids: Ids) -> Ids:
-            placeholders = np.flatnonzero(ids == sight.token_id)
+            placeholders = np.flatnonzero(ids == image_processor.token_id)
             if not len(placeholders):
                 return ids
             with_ids = ids.copy()
@@ -58,10 +60,10 @@ class Pictures:
 
         return expand
 
-    def read(self, named: Ids, sight: Sight) -> tuple[Ids, list[PictureSpan]]:
+    def read(self, expanded: Ids, image_processor: ImageProcessorConfig) -> tuple[Ids, list[PictureSpan]]:
         """The ids as the network reads them, and where which picture is."""
         spans = [
-            PictureSpan(sha256, 0, sight.count_tokens(height, width), height, width)
+            PictureSpan(sha256, 0, image_processor.count_tokens(height, width), height, width)
             for sha256, (height, width) in self._sizes.items()
         ]
-        return restore_placeholders(named, sight.token_id), find_pictures(named, spans)
+        return restore_placeholders(expanded, image_processor.token_id), find_image_spans(expanded, spans)

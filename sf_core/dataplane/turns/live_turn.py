@@ -162,9 +162,9 @@ class LiveTurn:
         claim = session.claim
         sample = self.recorded.key.sample
         pictures = list[PictureSpan]()
-        if (sight := turns.renderer.sight) is not None:
+        if (image_processor := turns.renderer.image_processor) is not None:
             named = np.frombuffer(prompt_ids, dtype=np.int32)
-            ids, pictures = session.pictures.read(named, sight)
+            ids, pictures = session.pictures.read(named, image_processor)
             prompt_ids = array("i", ids.tobytes())
         whole_request = GenerationRequest(
             f"{next(_request_numbers)}",

@@ -273,8 +273,8 @@ def _check_ids(renderer: Renderer, given: Sequence[int] | Ids) -> Ids:
         is_known = False
     if not is_known:
         raise WrongField("prompt", f"Token ids must be from 0 to {renderer.vocab_size - 1}.")
-    if renderer.sight is not None and renderer.sight.token_id in ids:
-        token = renderer.sight.token_id
+    if renderer.image_processor is not None and renderer.image_processor.token_id in ids:
+        token = renderer.image_processor.token_id
         raise WrongField(
             "prompt",
             f"prompt contains the token {token}, which is reserved for pictures; to send pictures, use "

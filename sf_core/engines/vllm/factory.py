@@ -26,7 +26,11 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
     untied = on_cpu and config.train.lora is None
     policy = PolicyFolder(start_dir, untied=untied, max_picture_tokens=config.rollout.max_picture_tokens)
     check_shape(policy.config)
-    pictures = Pictures(policy.sight, RunDirectory(config.run_dir).media_dir) if policy.sight else None
+    pictures = (
+        Pictures(policy.image_processor, RunDirectory(config.run_dir).media_dir)
+        if policy.image_processor
+        else None
+    )
     adapters = LoraWeights(start_dir, policy) if config.train.lora else None
     weight_loading = adapters or FullWeights(policy)
     arguments = make_arguments(

@@ -21,7 +21,7 @@ from sf_core.engines.vllm.client import (
     StreamDelta,
     VllmClient,
 )
-from sf_core.models.images.processor_config import PLACEHOLDER_BIAS, Sight
+from sf_core.models.images.processor_config import PLACEHOLDER_LOGIT_BIAS, ImageProcessorConfig
 from sf_core.types import GenerationRequest, PictureSpan
 from storage.files import absolute, is_local, write_atomic
 from storage.media import media_file, read_picture
@@ -39,8 +39,8 @@ _MOST_COPIES_BYTES = 2 * 2**30
 class Pictures:
     """What the server of a policy that sees is asked, beside ids, and must answer."""
 
-    def __init__(self, sight: Sight, media_dir: str) -> None:
-        self.token_id = sight.token_id
+    def __init__(self, image_processor: ImageProcessorConfig, media_dir: str) -> None:
+        self.token_id = image_processor.token_id
         self._files = _Files(media_dir)
 
     @property
@@ -63,7 +63,7 @@ class Pictures:
         """Stream the tokens of a request, whose body has all ids, with its pictures. Raises as
         `client.generate`, also if a picture is missing or broken, or the server shows others."""
         # a sampled one would take the next picture when the request is sent again
-        body["sampling_params"]["logit_bias"] = {str(self.token_id): PLACEHOLDER_BIAS}
+        body["sampling_params"]["logit_bias"] = {str(self.token_id): PLACEHOLDER_LOGIT_BIAS}
         shown = await asyncio.to_thread(self._show, body, spans) if spans else body
         for left in reversed(range(_TRIES if spans else 1)):
             is_first = bool(spans)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sf_core.environment_variables import has_gpu, vllm_python
 from sf_core.models.cache_size import head_width
-from sf_core.models.images.processor_config import SEEING
+from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES
 
 _SUPPORTED_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that vLLM's CPU build has code for."""
@@ -17,7 +17,7 @@ _SUPPORTED_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def check_shape(shape: Mapping[str, Any]) -> None:
     """Raises ValueError, one sentence, if a server that is started here cannot compute a policy of this
     shape, which is named as in Hugging Face's config.json: it would end at the first request."""
-    if shape.get("model_type") in SEEING:
+    if shape.get("model_type") in MULTIMODAL_MODEL_TYPES:
         _check_torchvision()
     if has_gpu():
         return

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sf_core.models.cache_size import cache_bytes
-from sf_core.models.images.processor_config import PROCESSOR, Sight, read_sight
+from sf_core.models.images.processor_config import (
+    PREPROCESSOR_CONFIG,
+    ImageProcessorConfig,
+    read_image_processor,
+)
 from sf_core.models.language import TOWER
 from storage.files import join, read_bytes, read_if_there
 from storage.json_files import load_json
@@ -35,7 +39,7 @@ _PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""What the server of a policy that sees reads beside TOKENIZER and PROCESSOR, if it is there."""
+"""What the server of a policy that sees reads beside TOKENIZER and PREPROCESSOR_CONFIG, if it is there."""
 
 _OUTPUT_HEAD = "lm_head.weight"
 _HEAD_FILE = "lm_head.safetensors"
@@ -63,14 +67,14 @@ class PolicyFolder:
         self.config: dict[str, Any] = load_json(read_bytes(join(start_dir, "config.json")))
         self._start_dir = start_dir
         self._untied = untied
-        sight = read_sight(start_dir)
-        self.sight = sight and sight.limit(max_picture_tokens)
+        image_processor = read_image_processor(start_dir)
+        self.image_processor = image_processor and image_processor.with_max_tokens(max_picture_tokens)
         """How the policy sees; None: it does not."""
-        for name in [TOKENIZER, *(_PROCESSOR_FILES if self.sight else ())]:
+        for name in [TOKENIZER, *(_PROCESSOR_FILES if self.image_processor else ())]:
             if (content := read_if_there(join(start_dir, name))) is not None:
                 Path(self.path, name).write_bytes(content)
-        if self.sight is not None:
-            self._write_processor(self.sight)
+        if self.image_processor is not None:
+            self._write_processor(self.image_processor)
         self._shapes: Shapes = {}
         """Shapes of the weights that were taken last, by name, without the tower."""
         self._tower: list[str] | None = None
@@ -103,7 +107,7 @@ class PolicyFolder:
                 raise ValueError(f"{path}: {fault}")
             config = self.config
             files = dict.fromkeys(header.entries, FILE_NAME)
-            if self.sight and shapes.keys() == files.keys():
+            if self.image_processor and shapes.keys() == files.keys():
                 files |= dict.fromkeys(self._write_tower(), _TOWER_FILE)
             if self._untied and _OUTPUT_HEAD not in header.entries:
                 self._write_head(path, file, header.entries)
@@ -161,11 +165,13 @@ class PolicyFolder:
             self._tower = [*entries]
         return self._tower
 
-    def _write_processor(self, sight: Sight) -> None:
+    def _write_processor(self, image_processor: ImageProcessorConfig) -> None:
         """Write how pictures are resized so that none is that has a size of the sight."""
-        processor = load_json(read_bytes(join(self._start_dir, PROCESSOR)))
-        size = {"shortest_edge": sight.min_pixels, "longest_edge": sight.max_pixels}
+        processor = load_json(read_bytes(join(self._start_dir, PREPROCESSOR_CONFIG)))
+        size = {"shortest_edge": image_processor.min_pixels, "longest_edge": image_processor.max_pixels}
         other_settings = {
             key: value for key, value in processor.items() if key not in ("min_pixels", "max_pixels")
         }
-        Path(self.path, PROCESSOR).write_text(json.dumps(other_settings | {"size": size}), encoding="utf-8")
+        Path(self.path, PREPROCESSOR_CONFIG).write_text(
+            json.dumps(other_settings | {"size": size}), encoding="utf-8"
+        )

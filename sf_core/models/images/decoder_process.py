@@ -1,8 +1,8 @@
 """Decoding of pictures from strangers in separate processes: a file of 100 kB can take a minute or a GiB.
 
 This file is also the program of such a process. It reads from the connection that is its standard input: for
-each picture the limit of CPU time and the sight, as JSON, and then the file. It answers with the size of the
-fitted picture, or with the reason why there is none, as JSON, and then with the fitted file.
+each picture the limit of CPU time and the image processor, as JSON, and then the file. It answers with the
+size of the fitted picture, or with the reason why there is none, as JSON, and then with the fitted file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from PIL import Image
 
 from sf_core.import_path import module_environment, python_module
-from sf_core.models.images.preprocess import Fitted, fit_picture
-from sf_core.models.images.processor_config import Sight, UnfitError
+from sf_core.models.images.preprocess import PreprocessedImage, preprocess_image
+from sf_core.models.images.processor_config import ImageProcessorConfig, UnusableImageError
 
 MAX_MEMORY = 2**30
 """Most bytes of memory of a process. Within the limit of pixels only WebP takes more, with 16 bytes for each
@@ -39,7 +39,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal
 _of_thread = threading.local()
 
 
-class SlowPictureError(Exception):
+class SlowImageError(Exception):
     """The picture needs more CPU time than it may take."""
 
 
@@ -47,13 +47,15 @@ class DecoderError(Exception):
     """A decoder cannot be started, or ended, through no fault of a picture."""
 
 
-def fit_apart(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
-    """As `fit_picture`, with limits: `cpu_s` seconds of CPU time, and MAX_MEMORY. Each thread has a decoder
-    of its own. Raises SlowPictureError and DecoderError, too."""
+def preprocess_isolated(
+    data: bytes, image_processor: ImageProcessorConfig, cpu_s: float
+) -> PreprocessedImage:
+    """As `preprocess_image`, with limits: `cpu_s` seconds of CPU time, and MAX_MEMORY. Each thread has a
+    decoder of its own. Raises SlowImageError and DecoderError, too."""
     if not hasattr(_of_thread, "decoder"):
         _of_thread.decoder = _Decoder()
     decoder: _Decoder = _of_thread.decoder
-    return decoder.fit(data, sight, cpu_s)
+    return decoder.fit(data, image_processor, cpu_s)
 
 
 class _Decoder:
@@ -63,10 +65,10 @@ class _Decoder:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def fit(self, data: bytes, sight: Sight, cpu_s: float) -> Fitted:
+    def fit(self, data: bytes, image_processor: ImageProcessorConfig, cpu_s: float) -> PreprocessedImage:
         connection = self._connect()
         try:
-            connection.send_bytes(json.dumps([cpu_s, asdict(sight)]).encode())
+            connection.send_bytes(json.dumps([cpu_s, asdict(image_processor)]).encode())
             connection.send_bytes(data)
             if not connection.poll(ANSWER_S):
                 raise TimeoutError
@@ -75,8 +77,8 @@ class _Decoder:
         except (EOFError, OSError) as error:
             raise self._explain_end(error, cpu_s) from None
         if "refusal" in facts:
-            raise UnfitError(facts["refusal"])
-        return Fitted(png, **facts)
+            raise UnusableImageError(facts["refusal"])
+        return PreprocessedImage(png, **facts)
 
     def _connect(self) -> Connection:
         if self._process is None or self._connection is None or self._process.poll() is not None:
@@ -104,28 +106,30 @@ class _Decoder:
             process.kill()
         status = -process.wait()
         if status == signal.SIGPROF:
-            return SlowPictureError(
+            return SlowImageError(
                 f"the picture takes more than {cpu_s:g} s of CPU time to decode, which is the limit"
             )
         if status in _CRASHES:
-            return UnfitError(f"the picture cannot be decoded: {signal.Signals(status).name} in its decoder")
+            return UnusableImageError(
+                f"the picture cannot be decoded: {signal.Signals(status).name} in its decoder"
+            )
         return DecoderError(f"a decoder has ended with status {-status}")
 
 
 def _answer(call: bytes, data: bytes) -> tuple[dict[str, int | str], bytes]:
-    cpu_s, sight = json.loads(call)
+    cpu_s, image_processor = json.loads(call)
     # the signal of the timer, which nothing handles, ends this process
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
-        fitted = fit_picture(data, Sight(**sight))
-    except UnfitError as error:
+        preprocessed = preprocess_image(data, ImageProcessorConfig(**image_processor))
+    except UnusableImageError as error:
         return {"refusal": str(error)}, b""
     except MemoryError:
         most = f"{MAX_MEMORY // 2**20} MiB"
         return {"refusal": f"the picture takes more than {most} of memory to decode, which is the limit"}, b""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return {"height": fitted.height, "width": fitted.width}, fitted.png
+    return {"height": preprocessed.height, "width": preprocessed.width}, preprocessed.png
 
 
 def _serve(connection: Connection) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from storage.media import PictureSpan
 
 
-def place_tokens(length: int, pictures: Iterable[PictureSpan]) -> npt.NDArray[np.int64]:
+def mrope_positions(length: int, pictures: Iterable[PictureSpan]) -> npt.NDArray[np.int64]:
     """[length, 3] time, row and column of each token, as Qwen2.5-VL counts them. The text after a picture
     continues behind the larger side of its grid."""
     positions = np.empty((length, 3), np.int64)
@@ -20,7 +20,7 @@ def place_tokens(length: int, pictures: Iterable[PictureSpan]) -> npt.NDArray[np
     for picture in pictures:
         _fill_text(positions[next_token : picture.start], next_position)
         next_position += picture.start - next_token
-        rows, columns = count_sides(picture)
+        rows, columns = token_grid(picture)
         next_token = picture.start + picture.length
         index = np.arange(picture.length)
         grid = np.stack([0 * index, index // columns, index % columns], 1)
@@ -30,10 +30,10 @@ def place_tokens(length: int, pictures: Iterable[PictureSpan]) -> npt.NDArray[np
     return positions
 
 
-def count_sides(picture: PictureSpan) -> tuple[int, int]:
+def token_grid(picture: PictureSpan) -> tuple[int, int]:
     """Rows and columns of the tokens of a whole picture."""
-    side = math.isqrt(picture.height * picture.width // picture.length)
-    return picture.height // side, picture.width // side
+    token_side = math.isqrt(picture.height * picture.width // picture.length)
+    return picture.height // token_side, picture.width // token_side
 
 
 def _fill_text(positions: npt.NDArray[np.int64], first: int) -> None:

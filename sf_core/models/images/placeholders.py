@@ -11,27 +11,27 @@ import numpy as np
 from sf_core.types import Ids, PictureSpan
 
 
-def name_of(number: int) -> int:
+def image_id(number: int) -> int:
     """The negative id that replaces each placeholder of the picture with this number."""
     return -1 - number
 
 
-def name_pictures(ids: Ids, spans: Iterable[PictureSpan], numbers: Mapping[str, int]) -> Ids:
+def insert_image_ids(ids: Ids, spans: Iterable[PictureSpan], numbers: Mapping[str, int]) -> Ids:
     """The ids with negative ids in place of placeholders. `numbers`: number of each picture, by its hash."""
-    named = ids.copy()
+    expanded = ids.copy()
     for span in spans:
-        named[span.start : span.start + span.length] = name_of(numbers[span.sha256])
-    return named
+        expanded[span.start : span.start + span.length] = image_id(numbers[span.sha256])
+    return expanded
 
 
-def find_pictures(named: Ids, pictures: Sequence[PictureSpan]) -> list[PictureSpan]:
+def find_image_spans(expanded: Ids, pictures: Sequence[PictureSpan]) -> list[PictureSpan]:
     """The spans of the negative ids. `pictures`: the pictures by their numbers; their `start` is ignored. The
     span of a picture that was cut off is shorter than the picture."""
     spans: list[PictureSpan] = []
-    for start, end in pairwise(np.flatnonzero(np.diff(named, prepend=0, append=0)).tolist()):
-        if named[start] >= 0:
+    for start, end in pairwise(np.flatnonzero(np.diff(expanded, prepend=0, append=0)).tolist()):
+        if expanded[start] >= 0:
             continue
-        picture = pictures[-1 - int(named[start])]
+        picture = pictures[-1 - int(expanded[start])]
         # the same picture may be repeated without a token between
         for offset in range(start, end, picture.length):
             length = min(picture.length, end - offset)
@@ -39,6 +39,6 @@ def find_pictures(named: Ids, pictures: Sequence[PictureSpan]) -> list[PictureSp
     return spans
 
 
-def restore_placeholders(named: Ids, token_id: int) -> Ids:
+def restore_placeholders(expanded: Ids, token_id: int) -> Ids:
     """The ids as the network reads them, with the placeholder `token_id` in place of negative ids."""
-    return np.where(named < 0, np.int32(token_id), named)
+    return np.where(expanded < 0, np.int32(token_id), expanded)

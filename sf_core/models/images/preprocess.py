@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from sf_core.models.images.processor_config import Sight, UnfitError
+from sf_core.models.images.processor_config import ImageProcessorConfig, UnusableImageError
 
 MAX_BYTES = 32 * 2**20
 """Most bytes of a picture's file."""
@@ -28,7 +28,7 @@ _COMPRESS_LEVEL = 1
 space, and the highest five times the time."""
 
 
-class Fitted(NamedTuple):
+class PreprocessedImage(NamedTuple):
     """A picture of the size that the policy sees."""
 
     png: bytes
@@ -36,40 +36,46 @@ class Fitted(NamedTuple):
     width: int
 
 
-def fit_picture(data: bytes, sight: Sight) -> Fitted:
-    """Decode, turn as EXIF says, put what is transparent on white, and resize. Raises UnfitError if it
-    cannot be shown. For pictures of strangers there is `fit_apart`."""
+def preprocess_image(data: bytes, image_processor: ImageProcessorConfig) -> PreprocessedImage:
+    """Decode, turn as EXIF says, put what is transparent on white, and resize. Raises UnusableImageError if
+    it cannot be shown. For pictures of strangers there is `preprocess_isolated`."""
     if len(data) > MAX_BYTES:
-        raise UnfitError(f"the picture has {len(data)} bytes; the limit is {MAX_BYTES} bytes")
+        raise UnusableImageError(f"the picture has {len(data)} bytes; the limit is {MAX_BYTES} bytes")
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
             _check(opened)
-            height, width = sight.fit(*_size_after_exif(opened))
+            height, width = image_processor.smart_resize(*_size_after_exif(opened))
             ImageOps.exif_transpose(opened, in_place=True)
             picture = _to_rgb(opened)
             if picture.size != (width, height):
                 picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
-        raise UnfitError("the picture is broken, or its format is not PNG, JPEG, WebP or GIF") from None
+        raise UnusableImageError(
+            "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"
+        ) from None
     except Image.DecompressionBombError:
-        raise UnfitError(f"the picture has too many pixels; the limit is {MAX_PIXELS} pixels") from None
-    except (UnfitError, MemoryError):
+        raise UnusableImageError(
+            f"the picture has too many pixels; the limit is {MAX_PIXELS} pixels"
+        ) from None
+    except (UnusableImageError, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise OSError, ValueError, SyntaxError and others
         message = " ".join(str(error).split()) or type(error).__name__
-        raise UnfitError(f"the picture cannot be decoded: {message}") from None
+        raise UnusableImageError(f"the picture cannot be decoded: {message}") from None
     file = io.BytesIO()
     _on_white(picture).save(file, "PNG", compress_level=_COMPRESS_LEVEL)
-    return Fitted(file.getvalue(), height, width)
+    return PreprocessedImage(file.getvalue(), height, width)
 
 
 def _check(picture: Image.Image) -> None:
     width, height = picture.size
     if width * height > MAX_PIXELS:
-        raise UnfitError(f"the picture has {width} by {height} pixels; the limit is {MAX_PIXELS} pixels")
+        raise UnusableImageError(
+            f"the picture has {width} by {height} pixels; the limit is {MAX_PIXELS} pixels"
+        )
     # MPO: a JPEG of a phone with further frames, such as depth; the first one is opened
     if getattr(picture, "is_animated", False) and picture.format != "MPO":
-        raise UnfitError("the picture is animated")
+        raise UnusableImageError("the picture is animated")
 
 
 def _size_after_exif(picture: Image.Image) -> tuple[int, int]:

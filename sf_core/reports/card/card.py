@@ -14,7 +14,7 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.environment_variables import ROOT
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.reports.card.base import Base, find_base, write_head
 from sf_core.reports.card.public import public_settings
 from sf_core.reports.charts import draw_curve
@@ -43,7 +43,7 @@ def write_card(view: RunView, config: RunConfig) -> bool:
     rewards = {iteration.number: iteration.reward for iteration in view.complete_iterations}
     write_atomic(join(run.policy_dir, CHART), draw_curve(rewards, view.held_out))
     comparison = compare_versions(view, 0, config.train.iterations)
-    sees = read_sight(run.start_dir) is not None
+    sees = read_image_processor(run.start_dir) is not None
     text = render_card(
         run.run_id, config, find_base(config, run.start_dir), view.held_out, comparison, sees=sees
     )

@@ -30,7 +30,7 @@ from sf_core.environments.registry import (
     tasks_of,
 )
 from sf_core.models.context import check_context
-from sf_core.models.images.processor_config import SEEING, read_sight
+from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES, read_image_processor
 from sf_core.process_limits import check_open_files
 from sf_core.reports.view import RunView
 from sf_core.stages.preflight.facts import Check, Facts, UnknownFactError, known
@@ -173,18 +173,18 @@ def images_fault(config: RunConfig, facts: Facts) -> str | None:
     most = config.rollout.max_picture_tokens
     if config.policy.sees and config.policy.model is not None:
         return "policy.sees applies only to the built-in policy: leave policy.sees out with policy.model"
-    if kind in SEEING and not engine_kind(config).shows_pictures:
+    if kind in MULTIMODAL_MODEL_TYPES and not engine_kind(config).shows_pictures:
         return (
             f"engine.kind {config.engine.kind} does not support images, but the policy, a {kind}, sees "
             "images: use engine.kind vllm"
         )
-    if kind not in SEEING and most is not None:
+    if kind not in MULTIMODAL_MODEL_TYPES and most is not None:
         return (
             f"rollout.max_picture_tokens ({most}) applies only to policies that see images, but this "
             f"policy, a {kind}, does not see images: leave rollout.max_picture_tokens out"
         )
-    if facts.folder is not None and (sight := read_sight(facts.folder)) is not None:
-        sight.limit(most)
+    if facts.folder is not None and (image_processor := read_image_processor(facts.folder)) is not None:
+        image_processor.with_max_tokens(most)
     return None
 
 

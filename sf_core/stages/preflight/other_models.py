@@ -14,7 +14,7 @@ from sf_core.engines.vllm.limits import check_cpu_build
 from sf_core.environment_variables import vllm_python
 from sf_core.environments.registry import group_reward_of, reward_of
 from sf_core.models.context import longest_context
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.models.pretrained.needed_weights import UnknownModelError, check_weights, find_lack_of_codes
 from sf_core.scheduling.cluster import workers_here
 from sf_core.stages.preflight.facts import Facts, known
@@ -91,14 +91,14 @@ def vocabulary_fault(config: RunConfig, facts: Facts) -> str | None:
     known(facts.shape)
     if teacher is None:
         return None
-    sees = config.policy.sees if facts.folder is None else read_sight(facts.folder) is not None
+    sees = config.policy.sees if facts.folder is None else read_image_processor(facts.folder) is not None
     if sees and teacher.url is not None:
         return (
             "train.teacher.url: a server receives token ids only, but the policy sees pictures: remove "
             f"the URL, and set {SETTING} to the folder of the teacher"
         )
     folder = None if facts.teacher is None else facts.teacher.source
-    if sees and folder is not None and read_sight(folder) is None:
+    if sees and folder is not None and read_image_processor(folder) is None:
         return (
             f"{SETTING}: {folder} does not see pictures, but the policy does: use a teacher that "
             "sees pictures"

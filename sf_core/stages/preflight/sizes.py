@@ -11,7 +11,7 @@ from sf_core.config import RunConfig
 from sf_core.config.train_config import CHECKPOINT_BYTES, DEFAULT_PASS_TOKENS
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, built_in_parameters, cache_bytes
-from sf_core.models.images.processor_config import KEPT_BYTES, SEEING
+from sf_core.models.images.processor_config import FEATURE_CACHE_BYTES, MULTIMODAL_MODEL_TYPES
 from sf_core.stages.preflight.lora import TrainedAdapter
 from sf_core.stages.preflight.resolve import (
     Resolved,
@@ -113,7 +113,7 @@ class PolicySizes:
         elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
             parameters = count_parameters(folder)
             shape = read_model_config(folder)
-            tower = count_tower(folder) if shape.get("model_type") in SEEING else 0
+            tower = count_tower(folder) if shape.get("model_type") in MULTIMODAL_MODEL_TYPES else 0
         else:
             return None
         adapter = None
@@ -182,7 +182,7 @@ class PolicySizes:
 def _holds_weights(shape: Mapping[str, Any], config: RunConfig) -> bool:
     """Whether one rank holds all weights of the policy ready for the passes of a step."""
     train = config.train
-    is_lean = shape.get("model_type") in (*LEAN_TYPES, *SEEING)
+    is_lean = shape.get("model_type") in (*LEAN_TYPES, *MULTIMODAL_MODEL_TYPES)
     return train.backend != "megatron" and train.workers == 1 and train.lora is None and is_lean
 
 
@@ -246,9 +246,11 @@ def _batch_tokens(config: RunConfig) -> int:
 
 
 def _feature_bytes(shape: Mapping[str, Any], config: RunConfig) -> int:
-    if shape.get("model_type") not in SEEING:
+    if shape.get("model_type") not in MULTIMODAL_MODEL_TYPES:
         return 0
-    return min(KEPT_BYTES, _batch_tokens(config) * _width(shape) * DTYPE_BYTES[config.policy.dtype_name])
+    return min(
+        FEATURE_CACHE_BYTES, _batch_tokens(config) * _width(shape) * DTYPE_BYTES[config.policy.dtype_name]
+    )
 
 
 def bytes_of_two_workers(sizes: PolicySizes | None) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.models.images.placeholders import name_pictures
+from sf_core.models.images.placeholders import insert_image_ids
 from storage.media import PictureSpan
 from storage.tables.batches import select_training_rows
 from storage.tables.schema import NOT_SAMPLED
@@ -84,7 +84,7 @@ def read_rows(batch: pa.Table) -> list[Row]:
     distinct = dict.fromkeys(picture.sha256 for own in pictures for picture in own)
     numbers = {sha256: number for number, sha256 in enumerate(distinct)}
     per_token[0] = [
-        name_pictures(ids, own, numbers) if own else ids
+        insert_image_ids(ids, own, numbers) if own else ids
         for ids, own in zip(per_token[0], pictures, strict=True)
     ]
     per_row = [*(batch[name].to_pylist() for name in ("group_id", "session_id")), pictures]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from sf_core.config.train_config import PackingRule
-from sf_core.models.images.mrope import place_tokens
+from sf_core.models.images.mrope import mrope_positions
 from sf_core.training.packing.rows import SAMPLING, Row, common_prefix
 from storage.media import PictureSpan
 
@@ -124,7 +124,7 @@ def make_microbatch(rows: Sequence[Row], rule: PackingRule, bound: int) -> Micro
     depths = own
     seen = {}
     if any(row.seen for row in rows):
-        positions = [place_tokens(row.length, row.seen) for row in rows]
+        positions = [mrope_positions(row.length, row.seen) for row in rows]
         depths = [of_row[indices] for of_row, indices in zip(positions, own, strict=True)]
         seen = _find_shown(rows, own)
     trained = [np.flatnonzero(row.loss_mask) for row in rows]

@@ -15,7 +15,7 @@ import torch
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.torch.torch_engine import local_device
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.reports.view import RunView
 from sf_core.training.protocol import TrainedRun
 from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
@@ -120,7 +120,7 @@ class TorchBackend:
         config = run.config
         start = local_folder(run.directory.start_dir)
         where = device or local_device()
-        is_multimodal = read_sight(start) is not None
+        is_multimodal = read_image_processor(start) is not None
         media = run.directory.media_dir
         dtype = getattr(torch, config.policy.dtype_name)
         tower = Tower(start, media, where, dtype) if is_multimodal else None

@@ -171,9 +171,9 @@ class Record:
     def read(self, prompt: Prompt) -> tuple[list[int], list[PictureSpan]]:
         """The ids of a prompt as an engine gets them, and its pictures."""
         named = prompt.full_ids()
-        if self.renderer.sight is None:
+        if self.renderer.image_processor is None:
             return named.tolist(), []
-        ids, spans = self.session.pictures.read(np.frombuffer(named, np.int32), self.renderer.sight)
+        ids, spans = self.session.pictures.read(np.frombuffer(named, np.int32), self.renderer.image_processor)
         return ids.tolist(), spans
 
     def replayed(self) -> Session:
@@ -194,7 +194,7 @@ class Record:
     def export(self) -> list[Trajectory]:
         report = FinishBody(status="finished", reward=1.0, task_id="t", environment="e")
         stop_ids = self.renderer.stop_token_ids
-        options: Any = {"policy": "policy", "group_id": "g", "sight": self.renderer.sight}
+        options: Any = {"policy": "policy", "group_id": "g", "image_processor": self.renderer.image_processor}
         return export_session(self.session, report, stop_ids=stop_ids, **options)
 
     def num_trained(self) -> int:

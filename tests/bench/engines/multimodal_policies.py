@@ -19,7 +19,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
-from sf_core.models.images.processor_config import PLACEHOLDER_BIAS, Sight, read_sight
+from sf_core.models.images.processor_config import (
+    PLACEHOLDER_LOGIT_BIAS,
+    ImageProcessorConfig,
+    read_image_processor,
+)
 from sf_core.models.language import TOWER
 from sf_core.training.policy_folder import read_model_config
 from sf_core.types import PictureSpan, Sampling, WeightsRef
@@ -36,9 +40,9 @@ class SeeingPolicies:
         self.media_dir = str(root / "run" / "media")
         self.start_dir = str(root / "start")
         make_policy(self.start_dir, PolicyConfig(sees=True, hidden_size=64, num_layers=2), seed=0)
-        sight = read_sight(self.start_dir)
-        assert sight is not None
-        self.sight: Sight = sight
+        image_processor = read_image_processor(self.start_dir)
+        assert image_processor is not None
+        self.image_processor: ImageProcessorConfig = image_processor
         self.vocab_size = int(read_model_config(self.start_dir)["text_config"]["vocab_size"])
 
     def folder(self, version: int) -> str:
@@ -62,7 +66,7 @@ class SeeingPolicies:
 
     def draw(self, rng: random.Random) -> PictureSpan:
         """A stored picture of a size that the policy sees; its `start` is 0."""
-        height, width = self.sight.fit(rng.randrange(20, 200), rng.randrange(20, 200))
+        height, width = self.image_processor.smart_resize(rng.randrange(20, 200), rng.randrange(20, 200))
         picture = Image.new("RGB", (width, height), "white")
         corner = rng.randrange(width // 2), rng.randrange(height // 2)
         colour = tuple(rng.randrange(256) for _ in range(3))
@@ -70,7 +74,7 @@ class SeeingPolicies:
         file = io.BytesIO()
         picture.save(file, "PNG")
         sha256 = store_picture(self.media_dir, file.getvalue())
-        return PictureSpan(sha256, 0, self.sight.count_tokens(height, width), height, width)
+        return PictureSpan(sha256, 0, self.image_processor.count_tokens(height, width), height, width)
 
     def logprobs(
         self,
@@ -86,10 +90,10 @@ class SeeingPolicies:
         shown = [Image.open(io.BytesIO(read_picture(self.media_dir, picture.sha256))) for picture in pictures]
         seen = processor(shown, return_tensors="pt") if shown else {}
         whole = torch.tensor([[*ids]])
-        kinds = {"mm_token_type_ids": (whole == self.sight.token_id).int()} if shown else {}
+        kinds = {"mm_token_type_ids": (whole == self.image_processor.token_id).int()} if shown else {}
         with torch.inference_mode():
             logits = model(input_ids=whole, **seen, **kinds).logits[0, start - 1 : -1]
-            logits[:, self.sight.token_id] += PLACEHOLDER_BIAS
+            logits[:, self.image_processor.token_id] += PLACEHOLDER_LOGIT_BIAS
         return score_drawn(logits, ids[start:], sampling)
 
     def _change(self, version: int) -> dict[str, torch.Tensor]:
@@ -103,7 +107,7 @@ class SeeingPolicies:
 
 
 def place_pictures(
-    parts: Sequence[int | PictureSpan], sight: Sight
+    parts: Sequence[int | PictureSpan], image_processor: ImageProcessorConfig
 ) -> tuple[list[int], tuple[PictureSpan, ...]]:
     """The ids of a prompt, and its pictures, from single ids and pictures in order."""
     ids: list[int] = []
@@ -113,7 +117,7 @@ def place_pictures(
             ids.append(part)
         else:
             spans.append(PictureSpan(part.sha256, len(ids), part.length, part.height, part.width))
-            ids += [sight.token_id] * part.length
+            ids += [image_processor.token_id] * part.length
     return ids, tuple(spans)
 
 

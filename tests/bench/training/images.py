@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
-from sf_core.models.images.processor_config import Sight, read_sight
+from sf_core.models.images.processor_config import ImageProcessorConfig, read_image_processor
 from sf_core.types import PictureSpan
 from storage.media import read_picture, store_picture
 from storage.tables.schema import IMAGES
@@ -56,9 +56,9 @@ def seeing_batch(
 ) -> pa.Table:
     """Each row is several turns: the parts of a prompt, and the number of tokens that were sampled after it.
     Equal prompts have equal tokens."""
-    sight = read_sight(folder)
-    assert sight is not None
-    made = [_row(sight, media, turns, number) for number, turns in enumerate(rows)]
+    image_processor = read_image_processor(folder)
+    assert image_processor is not None
+    made = [_row(image_processor, media, turns, number) for number, turns in enumerate(rows)]
     batch = make_batch([(ids, mask) for ids, mask, _ in made], logprob=-4.0, **choices)
     images = [
         [{name: getattr(span, name) for name in PictureSpan.__struct_fields__} for span in spans]
@@ -68,7 +68,10 @@ def seeing_batch(
 
 
 def _row(
-    sight: Sight, media: str, turns: Sequence[tuple[Sequence[Part], int]], number: int
+    image_processor: ImageProcessorConfig,
+    media: str,
+    turns: Sequence[tuple[Sequence[Part], int]],
+    number: int,
 ) -> tuple[list[int], list[bool], list[PictureSpan]]:
     ids: list[int] = []
     mask: list[bool] = []
@@ -80,8 +83,10 @@ def _row(
                 ids += np.random.default_rng((3, len(ids))).integers(10, 60, size=part).tolist()
                 continue
             sha256, height, width = store_named(media, part)
-            spans.append(PictureSpan(sha256, len(ids), sight.count_tokens(height, width), height, width))
-            ids += [sight.token_id] * spans[-1].length
+            spans.append(
+                PictureSpan(sha256, len(ids), image_processor.count_tokens(height, width), height, width)
+            )
+            ids += [image_processor.token_id] * spans[-1].length
         mask += [False] * (len(ids) - len(mask)) + [True] * length
         ids += sampled.integers(10, 60, size=length).tolist()
     return ids, mask, spans

@@ -20,7 +20,7 @@ from sf_core.models.builtin import (
     make_policy,
     make_tokenizer,
 )
-from sf_core.models.images.processor_config import Sight, read_sight
+from sf_core.models.images.processor_config import ImageProcessorConfig, read_image_processor
 
 CONFIG = PolicyConfig(hidden_size=64, num_layers=2)
 TOKENIZER = make_tokenizer()
@@ -141,11 +141,13 @@ def test_a_policy_that_sees_loads_with_the_auto_classes(seeing_policy: Path) -> 
     assert model.config.text_config.vocab_size == len(tokenizer)
     ids = tokenizer.convert_tokens_to_ids([PICTURE, FILM])
     assert ids == [model.config.image_token_id, model.config.video_token_id]
-    assert read_sight(str(seeing_policy)) == Sight(ids[0], 28, 4 * 28**2, MAX_PICTURE * 28**2)
+    assert read_image_processor(str(seeing_policy)) == ImageProcessorConfig(
+        ids[0], 28, 4 * 28**2, MAX_PICTURE * 28**2
+    )
 
 
-def test_a_policy_that_does_not_see_has_no_sight(builtin_policy: Path) -> None:
-    assert read_sight(str(builtin_policy)) is None
+def test_a_text_policy_has_no_image_placeholder(builtin_policy: Path) -> None:
+    assert read_image_processor(str(builtin_policy)) is None
     assert PICTURE not in TOKENIZER.get_vocab()
 
 

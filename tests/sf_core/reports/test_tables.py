@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.reports.tables import inspect_run, inspect_session
 from sf_core.reports.view import RunView
 from storage import files
@@ -242,7 +242,7 @@ def test_a_session_names_the_pictures_that_were_seen(recorded_run: RunDirectory,
     policy = PolicyConfig(sees=True, hidden_size=32, num_layers=1)
     make_policy(str(tmp_path / "policy"), policy, seed=0)
     files.copy_folder(str(tmp_path / "policy"), recorded_run.start_dir)
-    placeholder = read_sight(recorded_run.start_dir).token_id
+    placeholder = read_image_processor(recorded_run.start_dir).token_id
     ids = np.array([5, placeholder, placeholder, placeholder, placeholder, 6], np.int32)
     images = [PictureSpan("a" * 64, 1, 4, 56, 56)]
     row = tables.trajectory("run-1.open.1", [*tables.GIVEN, 0], token_ids=ids, images=images)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sf_core.cli.replay import replay
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.stages.evaluate import open_measurement
 from sf_core.stages.finish import export_policy
 from sf_core.stages.run import OpenRun, RunRef
@@ -40,9 +40,9 @@ def trained(folder: Path, **settings: Any) -> RunDirectory:
     policy |= settings.pop("policy", {})
     # so small that few weights of bfloat16 change
     config = runs.configure(run, policy=policy, train={"learning_rate": 1e-6} | settings)
-    sight = images.seeing_policy(str(folder / "sight"))
+    image_processor = images.seeing_policy(str(folder / "sight"))
     batches = [
-        images.seeing_batch(sight, run.media_dir, ROWS, group_size=4, version=version, seed=version)
+        images.seeing_batch(image_processor, run.media_dir, ROWS, group_size=4, version=version, seed=version)
         for version in range(2)
     ]
     bench.trained_runs.train(run, config, batches)
@@ -126,7 +126,7 @@ def test_a_run_starts_from_the_whole_policy_that_its_warm_start_has_made(
     found = load_weights(folder)
     wanted = load_weights(run.policy_dir)
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert read_sight(folder) == read_sight(run.start_dir)
+    assert read_image_processor(folder) == read_image_processor(run.start_dir)
 
 
 def test_an_adapter_of_the_language_part_is_merged_into_the_export(tmp_path: Path) -> None:
@@ -151,4 +151,4 @@ def test_a_version_that_is_measured_apart_is_the_whole_policy(
     assert tower.keys() == split(run.start_dir)[0].keys()
     published = load_weights(run.weights_dir(1))
     assert all(torch.equal(language[name], tensor) for name, tensor in published.items())
-    assert read_sight(measurement.directory.start_dir) is not None
+    assert read_image_processor(measurement.directory.start_dir) is not None

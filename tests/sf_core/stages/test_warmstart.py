@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.config.yaml_file import load_config
 from sf_core.models.builtin import make_policy
-from sf_core.models.images.processor_config import read_sight
+from sf_core.models.images.processor_config import read_image_processor
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.warmstart import MOST_STEPS, _write_demonstrations, configure_warmstart
 from storage.files import list_files
@@ -64,7 +64,7 @@ def test_demonstrations_with_pictures_are_stored_once_and_named(tmp_path: Path) 
     assert written.data == {"rows": 3} and [len(row) for row in images_of(batch)] == [2] * 3
     assert {media_file(run.media_dir, span.sha256) for span in spans} == {*list_files(run.media_dir)}
     assert all(read_picture(run.media_dir, span.sha256) for span in spans)
-    placeholder = read_sight(run.start_dir).token_id
+    placeholder = read_image_processor(run.start_dir).token_id
     for ids, row in zip(batch["token_ids"].to_pylist(), images_of(batch), strict=True):
         shown = [at for span in row for at in range(span.start, span.start + span.length)]
         assert [at for at, token in enumerate(ids) if token == placeholder] == shown

@@ -189,8 +189,8 @@ def test_what_is_shown_has_a_placeholder_for_each_token_of_a_picture(seeing_rend
     assert shown.token_ids.size == shown.is_answer.size
     first, second = shown.pictures
     assert (first.length, first.height, first.width) == (16, 112, 112)
-    sight = seeing_renderer.sight
-    places = np.flatnonzero(shown.token_ids == sight.token_id)
+    image_processor = seeing_renderer.image_processor
+    places = np.flatnonzero(shown.token_ids == image_processor.token_id)
     assert places.tolist() == [*range(first.start, first.start + 16), *range(second.start, second.start + 16)]
     assert not shown.is_answer[places].any()
     assert {sha256: hashlib.sha256(png).hexdigest() for sha256, png in shown.files.items()} == {

@@ -121,7 +121,7 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
         for microbatch in pack(read_rows(training.pictures.seeing_batch(policy, media, rows)), Packing(20)):
             network.scores(microbatch)
     assert len(seen) == 3
-    monkeypatch.setattr(tower_module, "KEPT_BYTES", 1)
+    monkeypatch.setattr(tower_module, "FEATURE_CACHE_BYTES", 1)
     (microbatch,) = pack(
         read_rows(training.pictures.seeing_batch(policy, media, [[([2, "3"], 2)]])), Packing(20)
     )

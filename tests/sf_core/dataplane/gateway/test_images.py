@@ -20,9 +20,9 @@ from sf_core.dataplane.chat.messages import list_pictures
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
 from sf_core.dataplane.media import media
-from sf_core.models.images.decoder_process import fit_apart
-from sf_core.models.images.preprocess import Fitted
-from sf_core.models.images.processor_config import Sight
+from sf_core.models.images.decoder_process import preprocess_isolated
+from sf_core.models.images.preprocess import PreprocessedImage
+from sf_core.models.images.processor_config import ImageProcessorConfig
 from sf_core.types import GenerationRequest
 from storage.media import read_picture
 from storage.tables.schema import Trajectory
@@ -85,17 +85,17 @@ def check_shown(
 ) -> None:
     """The engine is asked for these pictures, at the places of its placeholders."""
     ids = list(asked.prompt_ids)
-    sight = seeing.sight
-    assert sight is not None
+    image_processor = seeing.image_processor
+    assert image_processor is not None
     for span, picture in zip(asked.pictures, pictures, strict=True):
-        assert ids[span.start : span.start + span.length] == [sight.token_id] * span.length
-        assert span.length == sight.count_tokens(span.height, span.width)
+        assert ids[span.start : span.start + span.length] == [image_processor.token_id] * span.length
+        assert span.length == image_processor.count_tokens(span.height, span.width)
         stored, given = (
             Image.open(io.BytesIO(data)) for data in (read_picture(media_of(plane), span.sha256), picture)
         )
         assert stored.size == (span.width, span.height)
         assert stored.getpixel((0, 0)) == given.getpixel((0, 0))
-    assert ids.count(sight.token_id) == sum(span.length for span in asked.pictures)
+    assert ids.count(image_processor.token_id) == sum(span.length for span in asked.pictures)
 
 
 @pytest.mark.parametrize(("path", "show", "_"), DIALECTS)
@@ -235,8 +235,8 @@ def test_their_tokens_are_counted(
 
 
 def test_placeholders_may_not_be_given_otherwise(plane: planes.ServedPlane, seeing: Renderer) -> None:
-    assert seeing.sight is not None
-    given = ask(plane, "/v1/completions", {"prompt": [5, seeing.sight.token_id]})
+    assert seeing.image_processor is not None
+    given = ask(plane, "/v1/completions", {"prompt": [5, seeing.image_processor.token_id]})
     assert given.status_code == 400 and "which is reserved for pictures" in given.text
     assert not plane.asked
 
@@ -244,12 +244,12 @@ def test_placeholders_may_not_be_given_otherwise(plane: planes.ServedPlane, seei
 def test_texts_that_spell_placeholders_are_mended_and_counted(
     plane: planes.ServedPlane, seeing: Renderer
 ) -> None:
-    assert seeing.sight is not None
+    assert seeing.image_processor is not None
     said = {"messages": [{"role": "user", "content": "<|image_pad|>"}]}
     for path, body in ((CHAT, said), ("/v1/completions", {"prompt": "see <|image_pad|>"})):
         assert ask(plane, path, body).status_code == 200
         ids = plane.asked[-1].prompt_ids
-        assert seeing.sight.token_id not in ids
+        assert seeing.image_processor.token_id not in ids
         assert "<\N{REPLACEMENT CHARACTER}|image_pad|>" in seeing.decode_with_special(list(ids))
     assert plane.get("/runs/run")["counters"]["left_out.placeholders"] == 2
 
@@ -276,12 +276,12 @@ def test_a_session_that_ends_while_a_picture_is_decoded_gets_no_turn(
     begun = threading.Event()
     ends = threading.Event()
 
-    def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
+    def fit(data: bytes, image_processor: ImageProcessorConfig, cpu_s: float) -> PreprocessedImage:
         begun.set()
         assert ends.wait(waits.patience())
-        return fit_apart(data, sight, cpu_s)
+        return preprocess_isolated(data, image_processor, cpu_s)
 
-    monkeypatch.setattr(media, "fit_apart", fit)
+    monkeypatch.setattr(media, "preprocess_isolated", fit)
     path = f"/sessions/{claim['session_id']}{CHAT}"
     body = dataplane.pictures.show_in_chat(dataplane.pictures.encoded(RED))[0]
     with ThreadPoolExecutor(1) as agent:

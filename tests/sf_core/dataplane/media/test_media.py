@@ -15,15 +15,15 @@ from sf_core.dataplane.chat.contents import SentPicture
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.media import media
 from sf_core.dataplane.media.media import Media
-from sf_core.models.images.decoder_process import DecoderError, SlowPictureError, fit_apart
-from sf_core.models.images.preprocess import Fitted
-from sf_core.models.images.processor_config import Sight
+from sf_core.models.images.decoder_process import DecoderError, SlowImageError, preprocess_isolated
+from sf_core.models.images.preprocess import PreprocessedImage
+from sf_core.models.images.processor_config import ImageProcessorConfig
 from storage.media import read_picture
 from tests.bench import dataplane
 from tests.bench.dataplane.heavy_images import many_scans
 from tests.bench.waits import patience
 
-SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+IMAGE_PROCESSOR = ImageProcessorConfig(token_id=5, token_side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
 
 BROKEN = "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"
 
@@ -35,9 +35,11 @@ def sent(*pictures: bytes) -> list[SentPicture]:
     ]
 
 
-async def complete(kept: Media, *rounds: list[SentPicture], sight: Sight = SIGHT) -> None:
+async def complete(
+    kept: Media, *rounds: list[SentPicture], image_processor: ImageProcessorConfig = IMAGE_PROCESSOR
+) -> None:
     """All rounds at once."""
-    await asyncio.gather(*(kept.complete(one, sight) for one in rounds))
+    await asyncio.gather(*(kept.complete(one, image_processor) for one in rounds))
 
 
 @pytest.fixture
@@ -45,11 +47,11 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What was decoded."""
     data: list[bytes] = []
 
-    def fit(given: bytes, sight: Sight, cpu_s: float) -> Fitted:
+    def fit(given: bytes, image_processor: ImageProcessorConfig, cpu_s: float) -> PreprocessedImage:
         data.append(given)
-        return fit_apart(given, sight, cpu_s)
+        return preprocess_isolated(given, image_processor, cpu_s)
 
-    monkeypatch.setattr(media, "fit_apart", fit)
+    monkeypatch.setattr(media, "preprocess_isolated", fit)
     return data
 
 
@@ -67,7 +69,9 @@ async def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, f
     for part in (parts[0][0], parts[0][1]):
         with Image.open(io.BytesIO(read_picture(str(tmp_path), part["sha256"]))) as picture:
             assert picture.size == (part["width"], part["height"])
-            assert (part["height"], part["width"]) == SIGHT.fit(part["height"], part["width"])
+            assert (part["height"], part["width"]) == IMAGE_PROCESSOR.smart_resize(
+                part["height"], part["width"]
+            )
     assert len([*tmp_path.iterdir()]) == 2
 
 
@@ -78,17 +82,17 @@ async def test_a_client_that_goes_away_leaves_its_picture_to_others(
     ends = threading.Event()
     num_decoded = Counter[str]()
 
-    def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
+    def fit(data: bytes, image_processor: ImageProcessorConfig, cpu_s: float) -> PreprocessedImage:
         num_decoded["red"] += 1
         begun.set()
         assert ends.wait(patience())
-        return fit_apart(data, sight, cpu_s)
+        return preprocess_isolated(data, image_processor, cpu_s)
 
-    monkeypatch.setattr(media, "fit_apart", fit)
+    monkeypatch.setattr(media, "preprocess_isolated", fit)
     kept = Media(str(tmp_path))
     waiting = sent(dataplane.pictures.png("red"))
     first, second = (
-        asyncio.create_task(kept.complete(one, SIGHT))
+        asyncio.create_task(kept.complete(one, IMAGE_PROCESSOR))
         for one in (sent(dataplane.pictures.png("red")), waiting)
     )
     await asyncio.to_thread(begun.wait, patience())
@@ -105,7 +109,7 @@ async def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[byt
     large = sent(data)
     small = sent(data)
     await complete(kept, large)
-    await complete(kept, small, sight=SIGHT.limit(4))
+    await complete(kept, small, image_processor=IMAGE_PROCESSOR.with_max_tokens(4))
     assert (large[0].part["width"], small[0].part["width"]) == (112, 56)
     assert len(fitted) == 2
 
@@ -202,18 +206,18 @@ async def test_pictures_that_take_long_do_not_hold_up_others(
     quick = dataplane.pictures.png("red")
     ends = threading.Event()
 
-    def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
+    def fit(data: bytes, image_processor: ImageProcessorConfig, cpu_s: float) -> PreprocessedImage:
         if data == quick:
-            return fit_apart(data, sight, cpu_s)
+            return preprocess_isolated(data, image_processor, cpu_s)
         if cpu_s == media.SLOW_S:
             assert ends.wait(patience())
-        raise SlowPictureError("slow")
+        raise SlowImageError("slow")
 
-    monkeypatch.setattr(media, "fit_apart", fit)
+    monkeypatch.setattr(media, "preprocess_isolated", fit)
     kept = Media(str(tmp_path))
-    slow = [asyncio.create_task(kept.complete(sent(b"%d" % i), SIGHT)) for i in range(20)]
+    slow = [asyncio.create_task(kept.complete(sent(b"%d" % i), IMAGE_PROCESSOR)) for i in range(20)]
     await asyncio.sleep(0)
-    await asyncio.wait_for(kept.complete(sent(quick), SIGHT), patience())
+    await asyncio.wait_for(kept.complete(sent(quick), IMAGE_PROCESSOR), patience())
     assert not any(task.done() for task in slow)
     ends.set()
     errors = await asyncio.gather(*slow, return_exceptions=True)
@@ -223,12 +227,12 @@ async def test_pictures_that_take_long_do_not_hold_up_others(
 async def test_without_a_decoder_the_request_may_be_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
+    def fail(data: bytes, image_processor: ImageProcessorConfig, cpu_s: float) -> PreprocessedImage:
         raise DecoderError("no decoder can be started: Too many open files")
 
     kept = Media(str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(media, "fit_apart", fail)
+        patch.setattr(media, "preprocess_isolated", fail)
         with pytest.raises(ApiError) as refused:
             await complete(kept, sent(dataplane.pictures.png("red")))
     assert (refused.value.status, refused.value.code, refused.value.message) == (

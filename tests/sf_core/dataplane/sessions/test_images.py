@@ -150,13 +150,13 @@ class Shown(RuleBasedStateMachine):
         assert len({*self.names.values()}) == len(self.names)
 
     def _check_spans(self, ids: list[int], spans: list[PictureSpan]) -> None:
-        sight = self.renderer.sight
-        assert sight is not None
+        image_processor = self.renderer.image_processor
+        assert image_processor is not None
         for span in spans:
             assert (span.height, span.width) == SIZES[span.sha256]
-            assert span.length == sight.count_tokens(span.height, span.width)
-            assert {*ids[span.start : span.start + span.length]} == {sight.token_id}
-        assert ids.count(sight.token_id) == sum(span.length for span in spans)
+            assert span.length == image_processor.count_tokens(span.height, span.width)
+            assert {*ids[span.start : span.start + span.length]} == {image_processor.token_id}
+        assert ids.count(image_processor.token_id) == sum(span.length for span in spans)
 
 
 TestShown = Shown.TestCase
@@ -176,7 +176,10 @@ def test_prompts_that_differ_by_a_picture_share_nothing_behind_it(seeing: Render
         session.open_prompt([{"role": "user", "content": [picture(name), text("what?")]}], [], seeing)
         for name in ("red", "blue")
     )
-    ids = [session.pictures.read(np.frombuffer(p.full_ids(), np.int32), seeing.sight) for p in (red, blue)]  # type: ignore[arg-type]
+    ids = [
+        session.pictures.read(np.frombuffer(p.full_ids(), np.int32), seeing.image_processor)
+        for p in (red, blue)
+    ]  # type: ignore[arg-type]
     assert ids[0][0].tolist() == ids[1][0].tolist()
     assert blue.parent is red and blue.start == ids[0][1][0].start
 
@@ -228,7 +231,7 @@ def test_no_text_of_any_role_shows_a_picture_or_is_refused(given: tuple[list[Mes
     ids, spans = record.read(prompt)
     pictures = list_pictures(messages)
     assert [span.sha256 for span in spans] == [part["sha256"] for part in pictures]
-    assert collapse(ids, spans).count(seeing.sight.token_id) == len(pictures)  # type: ignore[union-attr]
+    assert collapse(ids, spans).count(seeing.image_processor.token_id) == len(pictures)  # type: ignore[union-attr]
     assert prompt.messages == messages, "what was sent is what is recorded"
 
 
@@ -236,7 +239,7 @@ def test_no_text_of_any_role_shows_a_picture_or_is_refused(given: tuple[list[Mes
 @given(data=st.data())
 def test_a_session_goes_on_whatever_its_policy_and_its_tools_spell(data: st.DataObject) -> None:
     seeing = conversations.family("qwen2_5_vl")
-    assert seeing.sight is not None
+    assert seeing.image_processor is not None
     record = conversations.Record(seeing)
     messages = [conversations.user(data.draw(SPELLED))]
     for _ in range(3):
@@ -252,7 +255,7 @@ def test_a_session_goes_on_whatever_its_policy_and_its_tools_spell(data: st.Data
     sampled = [turn.ids.tolist() for turn in record.session.turns]
     trained = [row.token_ids[row.loss_mask].tolist() for row in rows]
     assert sorted(chain.from_iterable(trained)) == sorted(chain.from_iterable(sampled))
-    assert all(seeing.sight.token_id not in ids for ids in trained)
+    assert all(seeing.image_processor.token_id not in ids for ids in trained)
 
 
 def test_an_answer_that_spells_a_placeholder_stays_in_its_row(seeing: Renderer) -> None:
@@ -274,9 +277,9 @@ def test_an_answer_that_spells_a_placeholder_stays_in_its_row(seeing: Renderer) 
 def test_a_template_that_shows_fewer_pictures_is_refused(seeing: Renderer) -> None:
     late = [{"role": "assistant", "content": [picture("red")]}, conversations.user("what?")]
     blind = conversations.family("chatml")
-    blind.sight = seeing.sight
+    blind.image_processor = seeing.image_processor
     try:
         with pytest.raises(jinja2.TemplateError):
             Session("s").open_prompt([{"role": "user", "content": [picture("red")]}, *late], [], blind)
     finally:
-        blind.sight = None
+        blind.image_processor = None

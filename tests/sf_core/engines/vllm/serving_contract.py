@@ -43,8 +43,8 @@ class ServingTests(EngineTests):
         policy = PolicyFolder(start, untied=False)
         weight_loading = LoraWeights(start, policy) if self.adapts else FullWeights(policy)
         pictures = None
-        if policy.sight is not None and self.media_dir is not None:
-            pictures = Pictures(policy.sight, self.media_dir)
+        if policy.image_processor is not None and self.media_dir is not None:
+            pictures = Pictures(policy.image_processor, self.media_dir)
         self.place = RunningServer(url=self.fake.url)
         return VllmEngine(self.place, weight_loading, policy.vocab_size, CONTEXT, keep_kv, None, pictures)
 

@@ -22,7 +22,7 @@ from sf_core.engines.vllm.images import Pictures
 from sf_core.engines.vllm.limits import check_shape
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import make_arguments
-from sf_core.models.images.processor_config import PROCESSOR, Sight
+from sf_core.models.images.processor_config import PREPROCESSOR_CONFIG, ImageProcessorConfig
 from sf_core.types import Chunk, GenerationRequest, PictureSpan
 from storage.files import list_files, write_atomic
 from storage.media import media_file, store_picture
@@ -31,7 +31,9 @@ from tests import bench
 from tests.sf_core.engines.vllm import fake_server
 from tests.sf_core.engines.vllm.serving_contract import ServingTests
 
-SIGHT = Sight(fake_server.PLACEHOLDER, fake_server.SIDE, fake_server.SIDE**2, 64 * fake_server.SIDE**2)
+IMAGE_PROCESSOR = ImageProcessorConfig(
+    fake_server.PLACEHOLDER, fake_server.SIDE, fake_server.SIDE**2, 64 * fake_server.SIDE**2
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "image_token_id": fake_server.PLACEHOLDER,
     }
     (root / "v-0" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    size = {"shortest_edge": SIGHT.min_pixels, "longest_edge": SIGHT.max_pixels}
-    (root / "v-0" / PROCESSOR).write_text(json.dumps({"size": size}), encoding="utf-8")
+    size = {"shortest_edge": IMAGE_PROCESSOR.min_pixels, "longest_edge": IMAGE_PROCESSOR.max_pixels}
+    (root / "v-0" / PREPROCESSOR_CONFIG).write_text(json.dumps({"size": size}), encoding="utf-8")
     return root
 
 
@@ -76,7 +78,7 @@ class TestPictures(ServingTests):
         two = store(self.media_dir, 1, 1)
         # neighbours too, and one of them twice
         self.prompt, self.pictures = bench.engines.multimodal_policies.place_pictures(
-            [5, one, two, 6, one], SIGHT
+            [5, one, two, 6, one], IMAGE_PROCESSOR
         )
         self.engine = self.made()
         yield
@@ -146,11 +148,11 @@ async def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_g
     remote = f"memory://{uuid.uuid4().hex}/media"
     shown = [store(remote, 1, wide) for wide in range(1, 5)]
     broken, missing = (PictureSpan(digit * 64, 1, 1, fake_server.SIDE, fake_server.SIDE) for digit in "01")
-    seen = Pictures(SIGHT, remote)
+    seen = Pictures(IMAGE_PROCESSOR, remote)
 
     async def ask(*pictures: PictureSpan) -> list[StreamDelta]:
         client = VllmClient(fake.url)
-        ids, spans = bench.engines.multimodal_policies.place_pictures([5, *pictures], SIGHT)
+        ids, spans = bench.engines.multimodal_policies.place_pictures([5, *pictures], IMAGE_PROCESSOR)
         sampling = {"max_tokens": 1, "stop_token_ids": (), "stream_interval": 1}
         body = {"request_id": "r", "token_ids": ids, "sampling_params": sampling}
         try:
@@ -209,7 +211,7 @@ def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_par
                 assert torch.equal(got.pop("lm_head.weight"), expected["model.embed_tokens.weight"])
             assert got.keys() == expected.keys()
             assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
-        size = json.loads(Path(folder.path, PROCESSOR).read_text(encoding="utf-8"))["size"]
+        size = json.loads(Path(folder.path, PREPROCESSOR_CONFIG).read_text(encoding="utf-8"))["size"]
         assert size == {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}
         assert Path(folder.path, "tokenizer_config.json").exists()
         wrong = load_file(f"{policies.folder(2)}/model.safetensors")

@@ -60,7 +60,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
         two = policies.draw(rng)
         # one of them twice
         self.prompt, self.pictures = multimodal_policies.place_pictures(
-            [5, one, 6, 7, two, 8, one, 9], policies.sight
+            [5, one, 6, 7, two, 8, one, 9], policies.image_processor
         )
         # after a test that failed
         seeing.loop.run_until_complete(seeing.rest())
@@ -100,7 +100,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
             for _ in range(rng.randrange(1, 4)):
                 parts += [rng.randrange(5, 100) for _ in range(rng.randrange(9))]
                 parts += [3, self.policies.draw(rng), 4]
-            ids, pictures = multimodal_policies.place_pictures(parts, self.policies.sight)
+            ids, pictures = multimodal_policies.place_pictures(parts, self.policies.image_processor)
             sampling = Sampling(seed=number)
             requests.append(GenerationRequest(f"{number}", ids, 0, 20, (), sampling, pictures=pictures))
         with self.serve() as engine:
@@ -117,7 +117,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
         with self.serve() as engine:
             request = replace(self.request("r"), sampling=Sampling(seed=1, temperature=3))
             chunks = sample(engine, request)
-            assert self.policies.sight.token_id not in ids_of(chunks)
+            assert self.policies.image_processor.token_id not in ids_of(chunks)
             self.check_logprobs(request, chunks)
 
     def test_equal_ids_with_other_pictures_are_other_prompts_for_caches_too(self) -> None:
@@ -127,7 +127,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
             picture = self.policies.draw(rng)
             if picture.length == 9:
                 shown[len(shown)] = picture
-        ids, _ = multimodal_policies.place_pictures([5, shown[0], *[7] * 200], self.policies.sight)
+        ids, _ = multimodal_policies.place_pictures([5, shown[0], *[7] * 200], self.policies.image_processor)
         logprobs: list[list[float]] = []
         with self.serve() as engine:
             for number in (0, 1, 0, 1):
@@ -151,7 +151,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
             for sha256, length in ((missing, 6), ("1" * 64, 6), (good.sha256, good.length + 1)):
                 picture = PictureSpan(sha256, 0, length, 56, 84)
                 ids, pictures = multimodal_policies.place_pictures(
-                    [5, picture, 6, other], self.policies.sight
+                    [5, picture, 6, other], self.policies.image_processor
                 )
                 engine.submit(GenerationRequest("r", ids, 0, 9, (), self.sampling(0), pictures=pictures))
                 (chunk,) = drain(engine)
@@ -167,7 +167,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
             for wrong in (
                 replace(self.request("r"), pictures=()),
                 replace(self.request("r"), pictures=self.pictures[1:]),
-                replace(self.request("r"), prompt_ids=[*self.prompt, self.policies.sight.token_id]),
+                replace(self.request("r"), prompt_ids=[*self.prompt, self.policies.image_processor.token_id]),
             ):
                 error = catch(lambda: engine.submit(wrong), ValueError)  # noqa: B023
                 assert "do not match the pictures of the request" in str(error)
@@ -196,7 +196,7 @@ def test_adapters_of_the_language_part_sample_with_pictures(
     for version in (0, 1, 4):
         awake(engine, WeightsRef(version, adapters.version("", version)))
         ids, pictures = multimodal_policies.place_pictures(
-            [5, policies.draw(rng), 6, policies.draw(rng), 7], policies.sight
+            [5, policies.draw(rng), 6, policies.draw(rng), 7], policies.image_processor
         )
         sampling = Sampling(seed=version)
         chunks = sample(engine, GenerationRequest("r", ids, 0, 40, (), sampling, pictures=pictures))

@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sf_core.models.images.decoder_process import DecoderError, SlowPictureError, fit_apart
-from sf_core.models.images.preprocess import fit_picture
-from sf_core.models.images.processor_config import Sight
+from sf_core.models.images.decoder_process import DecoderError, SlowImageError, preprocess_isolated
+from sf_core.models.images.preprocess import preprocess_image
+from sf_core.models.images.processor_config import ImageProcessorConfig
 from tests.bench import waits
 from tests.bench.dataplane import heavy_images
 from tests.bench.dataplane.images import png
 
-SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+IMAGE_PROCESSOR = ImageProcessorConfig(token_id=5, token_side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
 MUCH_S = 1000.0
 
 
@@ -35,14 +35,14 @@ def decoders() -> set[psutil.Process]:
 
 def test_pictures_are_as_without_a_process() -> None:
     for data in (png("red"), png((1, 2, 3), (300, 200)), heavy_images.many_scans(3)):
-        assert fit_apart(data, SIGHT, MUCH_S) == fit_picture(data, SIGHT)
+        assert preprocess_isolated(data, IMAGE_PROCESSOR, MUCH_S) == preprocess_image(data, IMAGE_PROCESSOR)
 
 
 def test_refusals_are_as_without_a_process() -> None:
     with pytest.raises(ValueError) as expected:
-        fit_picture(png()[:60], SIGHT)
+        preprocess_image(png()[:60], IMAGE_PROCESSOR)
     with pytest.raises(ValueError) as refused:
-        fit_apart(png()[:60], SIGHT, MUCH_S)
+        preprocess_isolated(png()[:60], IMAGE_PROCESSOR, MUCH_S)
     assert str(refused.value) == str(expected.value)
 
 
@@ -50,19 +50,21 @@ def test_refusals_are_as_without_a_process() -> None:
     "data", [heavy_images.many_scans(2000), heavy_images.many_chunks(200_000)], ids=["scans", "chunks"]
 )
 def test_the_cpu_time_of_a_picture_has_a_limit(data: bytes) -> None:
-    with pytest.raises(SlowPictureError) as refused:
-        fit_apart(data, SIGHT, 0.05)
+    with pytest.raises(SlowImageError) as refused:
+        preprocess_isolated(data, IMAGE_PROCESSOR, 0.05)
     assert str(refused.value) == (
         "the picture takes more than 0.05 s of CPU time to decode, which is the limit"
     )
     # that of each picture, not that of the process
     for _ in range(5):
-        assert fit_apart(png("red"), SIGHT, MUCH_S) == fit_picture(png("red"), SIGHT)
+        assert preprocess_isolated(png("red"), IMAGE_PROCESSOR, MUCH_S) == preprocess_image(
+            png("red"), IMAGE_PROCESSOR
+        )
 
 
 def test_memory_has_a_limit() -> None:
     with pytest.raises(ValueError) as refused:
-        fit_apart(heavy_images.LARGE_WEBP, SIGHT, MUCH_S)
+        preprocess_isolated(heavy_images.LARGE_WEBP, IMAGE_PROCESSOR, MUCH_S)
     assert str(refused.value) == (
         "the picture takes more than 1024 MiB of memory to decode, which is the limit"
     )
@@ -76,8 +78,8 @@ def test_a_decoder_is_not_what_lies_in_the_current_directory(
         (tmp_path / name / "__init__.py").write_text("raise SystemExit(3)", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(1) as another:
-        fitted = another.submit(fit_apart, png("red"), SIGHT, MUCH_S).result()
-    assert fitted == fit_picture(png("red"), SIGHT)
+        preprocessed = another.submit(preprocess_isolated, png("red"), IMAGE_PROCESSOR, MUCH_S).result()
+    assert preprocessed == preprocess_image(png("red"), IMAGE_PROCESSOR)
 
 
 def test_a_decoder_that_was_killed_has_a_successor() -> None:
@@ -86,16 +88,16 @@ def test_a_decoder_that_was_killed_has_a_successor() -> None:
 
     def decode() -> None:
         # all in one thread, because each has a decoder of its own
-        fit_apart(png("red"), SIGHT, MUCH_S)
+        preprocess_isolated(png("red"), IMAGE_PROCESSOR, MUCH_S)
         [idle] = decoders() - before
         idle.kill()
         waits.wait_until(lambda: not idle.is_running() or idle.status() == psutil.STATUS_ZOMBIE)
-        fit_apart(png("red"), SIGHT, MUCH_S)
+        preprocess_isolated(png("red"), IMAGE_PROCESSOR, MUCH_S)
         try:
-            fit_apart(heavy_images.many_scans(200_000), SIGHT, MUCH_S)
+            preprocess_isolated(heavy_images.many_scans(200_000), IMAGE_PROCESSOR, MUCH_S)
         except DecoderError as error:
             failures.append(error)
-        fit_apart(png("red"), SIGHT, MUCH_S)
+        preprocess_isolated(png("red"), IMAGE_PROCESSOR, MUCH_S)
         failures.append(EOFError())
 
     thread = threading.Thread(target=decode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sf_core.models.images.mrope import count_sides, place_tokens
+from sf_core.models.images.mrope import mrope_positions, token_grid
 from sf_core.types import PictureSpan
 
 TALL = PictureSpan("a", 2, 6, 84, 56)
@@ -10,11 +10,11 @@ WIDE = PictureSpan("b", 9, 4, 28, 112)
 
 
 def test_text_goes_on_behind_the_larger_side_of_a_picture() -> None:
-    assert (count_sides(TALL), count_sides(WIDE)) == ((3, 2), (1, 4))
-    places = place_tokens(15, [TALL, WIDE]).tolist()
+    assert (token_grid(TALL), token_grid(WIDE)) == ((3, 2), (1, 4))
+    places = mrope_positions(15, [TALL, WIDE]).tolist()
     assert places[:2] == [[0, 0, 0], [1, 1, 1]]
     assert places[2:8] == [[2, 2 + row, 2 + column] for row in range(3) for column in range(2)]
     assert places[8] == [5, 5, 5]
     assert places[9:13] == [[6, 6, 6 + column] for column in range(4)]
     assert places[13:] == [[10] * 3, [11] * 3]
-    assert place_tokens(3, []).tolist() == [[0] * 3, [1] * 3, [2] * 3]
+    assert mrope_positions(3, []).tolist() == [[0] * 3, [1] * 3, [2] * 3]

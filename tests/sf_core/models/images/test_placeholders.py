@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.models.images.placeholders import find_pictures, name_pictures, restore_placeholders
+from sf_core.models.images.placeholders import find_image_spans, insert_image_ids, restore_placeholders
 from sf_core.types import PictureSpan
 
 PLACEHOLDER = 5
@@ -26,14 +26,14 @@ def test_names_are_undone(parts: list[int]) -> None:
         spans.append(PictureSpan(str(number), len(ids), LENGTHS[number], 28, 28))
         ids += [PLACEHOLDER] * LENGTHS[number]
     given_ids = np.array(ids, np.int32)
-    named = name_pictures(given_ids, spans, {"0": 0, "1": 1, "2": 2})
+    expanded = insert_image_ids(given_ids, spans, {"0": 0, "1": 1, "2": 2})
     pictures = [PictureSpan(str(k), 0, length, 28, 28) for k, length in enumerate(LENGTHS)]
-    assert find_pictures(named, pictures) == spans
-    np.testing.assert_array_equal(restore_placeholders(named, PLACEHOLDER), given_ids)
+    assert find_image_spans(expanded, pictures) == spans
+    np.testing.assert_array_equal(restore_placeholders(expanded, PLACEHOLDER), given_ids)
     assert (given_ids >= 0).all()
 
 
 def test_cut_picture_has_a_shorter_span() -> None:
-    named = np.array([7, -1, -1, -1, -1], np.int32)
-    found = find_pictures(named, [PictureSpan("a", 0, 3, 28, 84)])
+    expanded = np.array([7, -1, -1, -1, -1], np.int32)
+    found = find_image_spans(expanded, [PictureSpan("a", 0, 3, 28, 84)])
     assert [(span.start, span.length) for span in found] == [(1, 3), (4, 1)]

@@ -11,10 +11,12 @@ from PIL import Image, PngImagePlugin
 from PIL.PngImagePlugin import PngInfo
 
 from sf_core.models.images import preprocess
-from sf_core.models.images.preprocess import fit_picture
-from sf_core.models.images.processor_config import Sight
+from sf_core.models.images.preprocess import preprocess_image
+from sf_core.models.images.processor_config import ImageProcessorConfig
 
-SIGHT = Sight(token_id=5, side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
+IMAGE_PROCESSOR = ImageProcessorConfig(
+    token_id=5, token_side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28
+)
 
 BROKEN = "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"
 
@@ -27,10 +29,10 @@ def save(picture: Image.Image, kind: str = "PNG", **more: object) -> bytes:
 
 def fit(data: bytes) -> np.ndarray:
     """[height, width, 3] of the fitted picture."""
-    fitted = fit_picture(data, SIGHT)
-    picture = Image.open(io.BytesIO(fitted.png))
+    preprocessed = preprocess_image(data, IMAGE_PROCESSOR)
+    picture = Image.open(io.BytesIO(preprocessed.png))
     assert picture.mode == "RGB"
-    assert picture.size == (fitted.width, fitted.height)
+    assert picture.size == (preprocessed.width, preprocessed.height)
     return np.asarray(picture)
 
 
@@ -108,7 +110,7 @@ def test_picture_is_turned_as_exif_says() -> None:
 )
 def test_what_cannot_be_shown_is_refused(data: bytes, told: str) -> None:
     with pytest.raises(ValueError) as refusal:
-        fit_picture(data, SIGHT)
+        preprocess_image(data, IMAGE_PROCESSOR)
     assert told in str(refusal.value)
 
 
@@ -116,10 +118,10 @@ def test_large_pictures_are_refused_before_they_are_decoded(monkeypatch: pytest.
     data = save(Image.new("RGB", (300, 300)))
     monkeypatch.setattr(preprocess, "MAX_PIXELS", 300 * 300 - 1)
     with pytest.raises(ValueError, match="the picture has 300 by 300 pixels; the limit is 89999 pixels"):
-        fit_picture(data, SIGHT)
+        preprocess_image(data, IMAGE_PROCESSOR)
     monkeypatch.setattr(preprocess, "MAX_BYTES", len(data) - 1)
     with pytest.raises(ValueError, match=f"the picture has {len(data)} bytes; the limit is {len(data) - 1}"):
-        fit_picture(data, SIGHT)
+        preprocess_image(data, IMAGE_PROCESSOR)
 
 
 def test_a_long_text_in_a_small_file_is_not_unpacked() -> None:
@@ -128,4 +130,4 @@ def test_a_long_text_in_a_small_file_is_not_unpacked() -> None:
     data = save(Image.new("RGB", (56, 56)), pnginfo=texts)
     assert len(data) < 10_000
     with pytest.raises(ValueError, match=r"^the picture cannot be decoded: Decompressed data too large"):
-        fit_picture(data, SIGHT)
+        preprocess_image(data, IMAGE_PROCESSOR)

@@ -10,25 +10,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from sf_core.models.images.processor_config import PROCESSOR, Sight, read_sight
+from sf_core.models.images.processor_config import (
+    PREPROCESSOR_CONFIG,
+    ImageProcessorConfig,
+    read_image_processor,
+)
 
-SIGHT = Sight(token_id=5, side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
+IMAGE_PROCESSOR = ImageProcessorConfig(
+    token_id=5, token_side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28
+)
 sides = st.integers(1, 2000)
 
 
 @given(sides, sides, st.integers(4, 200) | st.none())
 def test_fit_is_qwens_and_is_left_alone(height: int, width: int, max_tokens: int | None) -> None:
-    sight = SIGHT.limit(max_tokens)
+    image_processor = IMAGE_PROCESSOR.with_max_tokens(max_tokens)
     try:
-        fitted = sight.fit(height, width)
+        preprocessed = image_processor.smart_resize(height, width)
     except ValueError as error:
         assert str(error).startswith(f"the picture has {width} by {height} pixels")
         return
-    limits = sight.side, sight.min_pixels, sight.max_pixels
-    assert fitted == smart_resize(height, width, *limits)
+    limits = image_processor.token_side, image_processor.min_pixels, image_processor.max_pixels
+    assert preprocessed == smart_resize(height, width, *limits)
     # the processor of an engine has the limits of the folder, and meets the picture at this size
-    assert smart_resize(*fitted, SIGHT.side, SIGHT.min_pixels, SIGHT.max_pixels) == fitted
-    assert sight.count_tokens(*fitted) <= (max_tokens or 64)
+    assert (
+        smart_resize(
+            *preprocessed, IMAGE_PROCESSOR.token_side, IMAGE_PROCESSOR.min_pixels, IMAGE_PROCESSOR.max_pixels
+        )
+        == preprocessed
+    )
+    assert image_processor.count_tokens(*preprocessed) <= (max_tokens or 64)
 
 
 def test_limit_below_the_processors_least_is_refused() -> None:
@@ -36,20 +47,20 @@ def test_limit_below_the_processors_least_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"max_picture_tokens is 3, but the policy.s processor uses at least"
     ):
-        SIGHT.limit(3)
+        IMAGE_PROCESSOR.with_max_tokens(3)
 
 
 def write_folder(folder: Path, config: dict[str, object], processor: str | None) -> str:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if processor is not None:
-        (folder / PROCESSOR).write_text(processor, encoding="utf-8")
+        (folder / PREPROCESSOR_CONFIG).write_text(processor, encoding="utf-8")
     return str(folder)
 
 
 QWEN = {"model_type": "qwen2_5_vl", "image_token_id": 7}
 
 
-def test_sight_is_read_from_both_spellings(tmp_path: Path) -> None:
+def test_an_image_processor_is_read_from_both_spellings(tmp_path: Path) -> None:
     plain = {"patch_size": 14, "merge_size": 2}
     spelled = (
         {"min_pixels": 3136, "max_pixels": 12845056},
@@ -57,11 +68,11 @@ def test_sight_is_read_from_both_spellings(tmp_path: Path) -> None:
     )
     for size in spelled:
         folder = write_folder(tmp_path, QWEN, json.dumps(plain | size))
-        assert read_sight(folder) == Sight(7, 28, 3136, 12845056)
+        assert read_image_processor(folder) == ImageProcessorConfig(7, 28, 3136, 12845056)
 
 
-def test_blind_policy_has_no_sight(tmp_path: Path) -> None:
-    assert read_sight(write_folder(tmp_path, {"model_type": "qwen3"}, None)) is None
+def test_a_text_policy_has_no_image_processor(tmp_path: Path) -> None:
+    assert read_image_processor(write_folder(tmp_path, {"model_type": "qwen3"}, None)) is None
 
 
 @pytest.mark.parametrize(
@@ -76,5 +87,5 @@ def test_broken_folder_is_refused(
     tmp_path: Path, config: dict[str, object], processor: str | None, told: str
 ) -> None:
     with pytest.raises(ValueError, match=r"^/\S+: ") as refusal:
-        read_sight(write_folder(tmp_path, config, processor))
+        read_image_processor(write_folder(tmp_path, config, processor))
     assert told in str(refusal.value)

@@ -11,7 +11,7 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.engines.vllm import limits
-from sf_core.models.images.processor_config import PROCESSOR
+from sf_core.models.images.processor_config import PREPROCESSOR_CONFIG
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import Facts
 from tests.bench.refusals import clear_refusal
@@ -34,8 +34,8 @@ def test_a_folder_tells_itself_that_its_policy_sees(small_seeing_policy: str) ->
 
 def test_a_folder_whose_processor_is_missing_is_refused(small_seeing_policy: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(small_seeing_policy, tmp_path / "sees"))
-    (folder / PROCESSOR).unlink()
-    with clear_refusal("policy.model: ", str(folder), PROCESSOR, "save_pretrained(folder)"):
+    (folder / PREPROCESSOR_CONFIG).unlink()
+    with clear_refusal("policy.model: ", str(folder), PREPROCESSOR_CONFIG, "save_pretrained(folder)"):
         preflight(Facts(configured(policy={"model": str(folder)})))
 
 
