@@ -58,7 +58,7 @@ $(VLLM)/.ready:
 	$(VLLM)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VLLM)/lib || true
 	touch $@
 
-# torchvision, with which pictures are prepared: where it is not, its Python part without what describes its
+# torchvision, with which images are prepared: where it is not, its Python part without what describes its
 # operators. A step of its own, because environments were made without it
 $(VLLM)/.sees: $(VLLM)/.ready
 	$(VLLM)/bin/python -c 'import torchvision' 2> /dev/null || { \

@@ -1,4 +1,4 @@
-"""What pictures cost, on two cores; one JSON line. Needs `make vllm`.
+"""What images cost, on two cores; one JSON line. Needs `make vllm`.
 
     python -m benchmarks.images                       everything, about ten minutes
     python -m benchmarks.images --only gateway
@@ -11,13 +11,13 @@ gateway   sessions of 20 turns, each with a new drawn screen of 1280 by 720 pixe
           per turn, median latency of first and last turns; bytes sent, stored and written to the journal.
 engine    vLLM. cached_share: prompt tokens that came from its prefix cache over a session of 20 screens, and
           the most that could have: all that an earlier turn had. tokens_per_second: 16 requests at once of 64
-          tokens, a prompt with a picture of its own, against text of as many tokens.
-trainer   a step on 32 rows with a picture each, of which 8 differ: the share that the tower takes in the
-          first step on these pictures.
+          tokens, a prompt with an image of its own, against text of as many tokens.
+trainer   a step on 32 rows with an image each, of which 8 differ: the share that the tower takes in the
+          first step on these images.
 
 Predicted before the first run: 60 ms of CPU per turn with a screen for 2 ms with text (10 to decode, 15 to
 resize, 25 to encode, 10 to parse and hash the history), 2 times the PNG stored, 5 kB more in the journal
-(four bytes for each placeholder); cached_share 0.75 of 0.9 at most; with pictures 0.8 of the tokens per
+(four bytes for each placeholder); cached_share 0.75 of 0.9 at most; with images 0.8 of the tokens per
 second; the tower a tenth of the step.
 """
 
@@ -59,7 +59,7 @@ from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
 from sf_core.training.tower import Tower
 from storage.files import folder_bytes
-from storage.media import PictureSpan, media_file, store_picture
+from storage.media import ImageSpan, media_file, store_image
 
 SCREEN = (1280, 720)
 TURNS = 20
@@ -82,7 +82,7 @@ def main(only: Annotated[list[str] | None, typer.Option(help="sections; all by d
 
 
 def make_seeing(folder: Path, max_tokens: int, **shape: int) -> str:
-    """A policy whose processor lets a picture have as many tokens as Qwen2.5-VL's would give it."""
+    """A policy whose processor lets an image have as many tokens as Qwen2.5-VL's would give it."""
     make_policy(str(folder), PolicyConfig(sees=True, **shape), seed=0)
     processor = json.loads((folder / PREPROCESSOR_CONFIG).read_text(encoding="utf-8"))
     processor["size"]["longest_edge"] = max_tokens * 28 * 28
@@ -230,9 +230,10 @@ async def ask_engine(
                 return told["choices"][0]["token_ids"], told["usage"]
 
         line = await measure_session(ask, renderer, names)
-        for what, pictured in (("pictures", True), ("text", False)):
+        for what, with_images in (("pictures", True), ("text", False)):
             rates = [
-                await measure_rate(ask, renderer, names, image_processor, pictured, salt) for salt in range(4)
+                await measure_rate(ask, renderer, names, image_processor, with_images, salt)
+                for salt in range(4)
             ]
             # the first warms up
             line[f"tokens_per_second_{what}"] = round(max(rates[1:]))
@@ -241,7 +242,7 @@ async def ask_engine(
 
 def store_small(media: str, image_processor: ImageProcessorConfig, number: int) -> str:
     height, width = image_processor.smart_resize(SCREEN[1], SCREEN[0])
-    return store_picture(media, draw_screen(number, (width, height)))
+    return store_image(media, draw_screen(number, (width, height)))
 
 
 async def await_health(session: aiohttp.ClientSession, server: VllmServer) -> None:
@@ -285,7 +286,7 @@ async def measure_rate(
     renderer: Renderer,
     names: list[str],
     image_processor: ImageProcessorConfig,
-    pictured: bool,
+    with_images: bool,
     salt: int,
 ) -> float:
     """Sampled tokens per second of 16 requests at once."""
@@ -298,7 +299,9 @@ async def measure_rate(
     start = time.perf_counter()
     await asyncio.gather(
         *(
-            ask(text if pictured else plain, [names[(salt * 16 + i) % 50]] * pictured, f"{salt}-{i}", 64)
+            ask(
+                text if with_images else plain, [names[(salt * 16 + i) % 50]] * with_images, f"{salt}-{i}", 64
+            )
             for i in range(16)
         )
     )
@@ -328,12 +331,12 @@ def measure_trainer(folder: Path) -> Line:
 
 
 def make_row(number: int, name: str, image_processor: ImageProcessorConfig) -> Row:
-    """A prompt of a picture and 200 tokens of text, of which half are trained."""
+    """A prompt of an image and 200 tokens of text, of which half are trained."""
     height, width = image_processor.smart_resize(SCREEN[1], SCREEN[0])
     length = image_processor.count_tokens(height, width)
     random_ids = np.random.default_rng(number)
     ids = random_ids.integers(5, 100, length + 201).astype(np.int32)
-    span = PictureSpan(name, 1, length, height, width)
+    span = ImageSpan(name, 1, length, height, width)
     named = ids.copy()
     mask = np.arange(len(ids)) > length + 100
     named[1 : 1 + length] = -1 - number % 8

@@ -299,15 +299,15 @@ ROWS = (
     ),
     Row(
         "images",
-        "16 concurrent prompts with one picture each, vLLM, 0.8M parameters: tokens/s",
+        "16 concurrent prompts with one image each, vLLM, 0.8M parameters: tokens/s",
         "{engine[tokens_per_second_pictures]:,}",
         "{engine[tokens_per_second_text]:,}, the same number of text tokens",
     ),
     Row(
         "images",
-        "share of the vision tower in the time of the first training step on pictures, 0.8M parameters",
+        "share of the vision tower in the time of the first training step on images, 0.8M parameters",
         "{trainer[tower_share]:.0%}",
-        "0%, later steps on the same pictures",
+        "0%, later steps on the same images",
     ),
     Row(
         "quickstart_vs_trl",

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from storage.media import PictureSpan as PictureSpan
+from storage.media import ImageSpan as ImageSpan
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -73,7 +73,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     grammar: str = ""
     """What the tokens of the whole turn must follow, in llguidance's Lark; empty: nothing. Log-probs are then
     those of the distribution over the tokens that it allows."""
-    pictures: tuple[PictureSpan, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     """What the placeholders among `prompt_ids` show, in order."""
 
 

@@ -91,7 +91,7 @@ class RunDirectory:
 
     @property
     def media_dir(self) -> str:
-        """Folder of the pictures that policies were shown (storage/media.py)."""
+        """Folder of the images that policies were shown (storage/media.py)."""
         return self.path("media")
 
     def weights_dir(self, version: int) -> str:

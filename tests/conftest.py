@@ -44,7 +44,7 @@ TOGETHER = {
     # they import Megatron Core, which takes seconds
     "megatron": tuple(f"sf_core/training/megatron/test_{name}" for name in ("backend", "megatron_model")),
     # they read one site, which takes a while to build
-    "the site": ("docs/test_pictures", "docs/test_site"),
+    "the site": ("docs/test_images", "docs/test_site"),
     # half of the tests of the cluster, with those that read one run, which takes a minute or two to train
     "the quickstart": tuple(
         f"e2e/test_{name}"

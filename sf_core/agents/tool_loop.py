@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessage
 
 Content = str | list[dict[str, Any]]
-"""The content of a message: one text, or a list of parts, each a text or a picture."""
+"""The content of a message: one text, or a list of parts, each a text or an image."""
 
 
 class LostToolError(Exception):

@@ -115,7 +115,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
             ("pictures", image_processor.with_max_tokens(config.rollout.max_picture_tokens).describe())
         )
     elif config.policy.sees:
-        facts.append(("pictures", "the policy sees pictures"))
+        facts.append(("pictures", "the policy sees images"))
     if config.rollout.outside_groups:
         facts.append(("outside", _describe_external(plan, config)))
     facts += explain_sizes(config, sizes).items()

@@ -37,8 +37,8 @@ the session has not failed, but `environment.group_reward` drops its group."""
 CODE_ERRORS = (NameError, TypeError, AttributeError, ImportError, SyntaxError)
 """Errors that are always errors of the agent itself, whatever the policy has answered."""
 
-LOST_PICTURE = "lost_picture"
-"""The `decision` on a session if one of its pictures is missing or has changed when the batch is written."""
+LOST_IMAGE = "lost_picture"
+"""The `decision` on a session if one of its images is missing or has changed when the batch is written."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 

@@ -196,7 +196,7 @@ class RolloutConfig(Settings):
     text. replace: the part is replaced by a short text such as `[image left out]`, and the replacement is
     counted. refuse: the request is refused. A user's message with such a part is always refused."""
     max_picture_tokens: int | None = Field(None, ge=1)
-    """Maximum number of tokens per picture, for a policy that reads pictures. Larger pictures are scaled
+    """Maximum number of tokens per image, for a policy that reads images. Larger images are scaled
     down. Empty: the limit of the model's image processor."""
     normalised: tuple[Normalisation, ...] = ("billing_header",)
     """Texts that are removed from prompts because they change on every turn. With such a text, a turn would

@@ -68,9 +68,9 @@ class PolicyConfig(Settings):
     num_layers: int = Field(4, ge=1, le=64)
     """Number of layers of the built-in policy."""
     sees: bool = False
-    """true: the built-in policy is a small Qwen2.5-VL, which can read pictures. false: the built-in policy is
+    """true: the built-in policy is a small Qwen2.5-VL, which can read images. false: the built-in policy is
     a small Qwen3, which reads only text. If `model` is set, the files of the model decide whether the policy
-    can read pictures."""
+    can read images."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
     """Supervised training on demonstrations before the first iteration. null: no supervised training."""
     dtype: Annotated[DtypeName | None, Derived] = None

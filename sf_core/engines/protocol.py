@@ -108,14 +108,14 @@ def check_request(
     request: GenerationRequest, context_length: int, vocab_size: int, *, sees: bool = False
 ) -> None:
     """Raises ValueError if no engine of this context and vocabulary can do it. `sees`: whether the engine
-    shows pictures."""
+    shows images."""
     ids = request.prompt_ids
     if not 0 < len(ids) < context_length:
         raise ValueError(f"the prompt has {len(ids)} tokens; expected 1 to {context_length - 1}")
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise ValueError(f"the prompt has a token id outside the vocabulary of {vocab_size} tokens")
-    if request.pictures and not sees:
-        raise ValueError("pictures were given, but this engine does not support pictures")
+    if request.images and not sees:
+        raise ValueError("images were given, but this engine does not support images")
     if request.max_tokens < 1:
         raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")
     how = request.sampling

@@ -28,8 +28,8 @@ class EngineKind:
     """Rollout workers import torch before they are ready, so that no lease waits for it."""
     follows_grammars: bool = False
     """Answers can be held to a grammar."""
-    shows_pictures: bool = False
-    """Policies that see are shown the pictures of requests."""
+    supports_images: bool = False
+    """Policies that see are shown the images of requests."""
     trainer: str = "torch"
     """The trainer backend where `train.backend` is empty."""
     limits: str | None = None
@@ -55,7 +55,7 @@ ENGINES = {
         "sf_core.engines.vllm.factory:make_engine",
         runs_policy=True,
         follows_grammars=True,
-        shows_pictures=True,
+        supports_images=True,
         limits="sf_core.engines.vllm.limits:check_shape",
     ),
     "scripted": EngineKind("sf_core.engines.scripted:make_engine"),

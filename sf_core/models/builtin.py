@@ -30,10 +30,10 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 CALL_START = "<tool_call>"
 CALL_END = "</tool_call>"
-PICTURE_START = "<|vision_start|>"
-PICTURE_END = "<|vision_end|>"
-PICTURE = "<|image_pad|>"
-FILM = "<|video_pad|>"
+VISION_START = "<|vision_start|>"
+VISION_END = "<|vision_end|>"
+IMAGE_PAD = "<|image_pad|>"
+VIDEO_PAD = "<|video_pad|>"
 """Named by the configuration of every Qwen2.5-VL; never shown."""
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "\t"]
@@ -81,15 +81,15 @@ SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
 {{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}
 {%- endfor -%}{%- endif -%}""",
 )
-"""The same for contents that are lists of texts and pictures."""
+"""The same for contents that are lists of texts and images."""
 
 PATCH = 14
 MERGED = 2
 """Pixels of a side of the tower's patches, and patches of a side of the square that one token shows."""
 
-MIN_PICTURE = 4
-MAX_PICTURE = 256
-"""Tokens of the smallest and the largest picture."""
+MIN_IMAGE_TOKENS = 4
+MAX_IMAGE_TOKENS = 256
+"""Tokens of the smallest and the largest image."""
 
 
 def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
@@ -127,7 +127,7 @@ def _seeing(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen2_
     rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     ids = zip(
         ("vision_start", "vision_end", "image", "video"),
-        tokenizer.convert_tokens_to_ids([PICTURE_START, PICTURE_END, PICTURE, FILM]),
+        tokenizer.convert_tokens_to_ids([VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD]),
         strict=True,
     )
     return Qwen2_5_VLConfig(
@@ -162,7 +162,7 @@ _PROCESSOR = {
     "merge_size": MERGED,
     "size": {
         edge: tokens * (PATCH * MERGED) ** 2
-        for edge, tokens in (("shortest_edge", MIN_PICTURE), ("longest_edge", MAX_PICTURE))
+        for edge, tokens in (("shortest_edge", MIN_IMAGE_TOKENS), ("longest_edge", MAX_IMAGE_TOKENS))
     },
     "resample": 3,
 }
@@ -170,7 +170,7 @@ _PROCESSOR = {
 
 def make_tokenizer(sees: bool = False) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, a few whole phrases, the marks of turns and tool calls, and of
-    pictures if the policy sees.
+    images if the policy sees.
 
     Text of these characters comes back from its ids unchanged; any other character becomes `<unk>`.
     """
@@ -180,7 +180,7 @@ def make_tokenizer(sees: bool = False) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([PADDING, TURN_START, TURN_END])
     backend.add_tokens([AddedToken(text, normalized=False) for text in (CALL_START, CALL_END, *PHRASES)])
-    marks = [PICTURE_START, PICTURE_END, PICTURE, FILM] * sees
+    marks = [VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD] * sees
     backend.add_special_tokens(marks)
     backend.add_tokens([AddedToken(text, normalized=False) for text in SEEING_PHRASES * sees])
     return PreTrainedTokenizerFast(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 TOWER = "visual."
-"""Begin of the names of the weights in a policy's files that read pictures. They are not trained."""
+"""Begin of the names of the weights in a policy's files that read images. They are not trained."""
 
 
 def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.config.failures import LOST_PICTURE
+from sf_core.config.failures import LOST_IMAGE
 from sf_core.engines.vllm.teacher import ask_teacher
 from sf_core.recipes.samples import Samples, Values
 from sf_core.recipes.selections import AnySelection
@@ -20,7 +20,7 @@ from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
 from sf_core.training.teacher_folder import count_rows, read_tokenizer
 from storage.files import FileRef
-from storage.media import read_picture
+from storage.media import read_image
 from storage.tables.batches import TRAIN, write_batch
 from storage.tables.parquet import numpy_rows
 from storage.tables.scores import write_scores
@@ -29,7 +29,7 @@ from storage.tables.trajectories import images_of, read_trajectories
 log = logging.getLogger(__name__)
 
 NUM_READERS = 16
-"""Pictures that are read at once."""
+"""Images that are read at once."""
 
 
 @commits_once
@@ -45,7 +45,7 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
     for session, fault in lost.items():
         log.warning("session %s is not trained on: %s", session, fault)
     decisions = [
-        LOST_PICTURE if session in lost else decision
+        LOST_IMAGE if session in lost else decision
         for session, decision in zip(
             rows["session_id"].to_pylist(), decide(sampled, settings.select), strict=True
         )
@@ -131,24 +131,24 @@ def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray
 
 
 def find_lost(media: str, rows: pa.Table) -> dict[str, str]:
-    """Sessions that cannot train because the folder of pictures lacks one of theirs, and why."""
+    """Sessions that cannot train because the folder of images lacks one of theirs, and why."""
     of_rows = images_of(rows)
-    pictures = {picture.sha256 for pictures in of_rows for picture in pictures}
+    images = {image.sha256 for images in of_rows for image in images}
 
     def find_fault(sha256: str) -> str:
         try:
-            read_picture(media, sha256)
+            read_image(media, sha256)
         except ValueError as error:
             return str(error)
         return ""
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        faults = dict(zip(pictures, readers.map(find_fault, pictures), strict=True))
+        faults = dict(zip(images, readers.map(find_fault, images), strict=True))
     return {
-        session: faults[picture.sha256]
-        for session, pictures in zip(rows["session_id"].to_pylist(), of_rows, strict=True)
-        for picture in pictures
-        if faults[picture.sha256]
+        session: faults[image.sha256]
+        for session, images in zip(rows["session_id"].to_pylist(), of_rows, strict=True)
+        for image in images
+        if faults[image.sha256]
     }
 
 

@@ -159,7 +159,7 @@ def _check_difference(config: RunConfig, version: float, metrics: Mapping[str, f
         raise ValueError(
             f"engines and trainer disagree on version {version:.0f}: the log-probs of its tokens differ by "
             f"{difference:.3g} on average, but train.max_engine_difference is {bound:g}; check that engines "
-            "use the weights, dtype and pictures of the trainer, and do not return raw log-probs"
+            "use the weights, dtype and images of the trainer, and do not return raw log-probs"
         )
 
 

@@ -25,7 +25,7 @@ from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.demonstrations import EncodedDemonstration, demonstrations, encode
 from storage.attempts import Attempt
 from storage.files import FileRef, copy_folder, remove_folder
-from storage.media import store_picture
+from storage.media import store_image
 from storage.run_directory import RunDirectory
 from storage.tables.batches import write_batch
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
@@ -104,7 +104,7 @@ def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
         for number, demonstration in enumerate(examples):
             encoded = encode(renderer, demonstration)
             for png in encoded.files.values():
-                store_picture(run.directory.media_dir, png)
+                store_image(run.directory.media_dir, png)
             rows.append(_trajectory(run.config, encoded, step, number, iteration))
     table = to_table(run.directory.run_id, rows, sees=renderer.image_processor is not None)
     table = table.add_column(1, "iteration", [np.full(len(rows), iteration, np.int32)])
@@ -158,7 +158,7 @@ def _trajectory(
         started_at=now,
         finished_at=now,
         tools=json.dumps(tools) if tools else None,
-        images=encoded.pictures,
+        images=encoded.images,
     )
 
 

@@ -18,12 +18,12 @@ from sf_core.dataplane.chat.contents import LeftOut, read_content
 from sf_core.dataplane.chat.rendered import shows
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.sessions.images import Pictures
+from sf_core.dataplane.sessions.images import SessionImages
 from sf_core.environments.environment import Demonstration
 from sf_core.environments.registry import environment_of
 from sf_core.models.images.preprocess import preprocess_image
 from sf_core.models.images.processor_config import ImageProcessorConfig
-from sf_core.types import Ids, PictureSpan
+from sf_core.types import Ids, ImageSpan
 from storage.files import read_bytes
 from storage.json_files import json_lines
 
@@ -42,9 +42,9 @@ class EncodedDemonstration:
     token_ids: Ids
     is_answer: npt.NDArray[np.bool_]
     """Whether the assistant says the token: these are trained, end marks included."""
-    pictures: Sequence[PictureSpan] = ()
+    images: Sequence[ImageSpan] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """PNG files of the pictures by their hashes."""
+    """PNG files of the images by their hashes."""
 
 
 def demonstrations(config: RunConfig, steps: range) -> list[list[Demonstration]]:
@@ -106,14 +106,14 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> EncodedDemonstra
     """A demonstration as the policy would have produced it: every turn is encoded by itself, as in a session.
 
     Raises ValueError with one sentence if the chat template does not render what the assistant says, or a
-    picture cannot be shown."""
+    image cannot be shown."""
     ids: list[Ids] = []
     is_answer: list[npt.NDArray[np.bool_]] = []
     tools = demonstration.tools or []
     rendered = ""
-    pictures = Pictures()
+    images = SessionImages()
     messages, files = _read_messages(demonstration.messages, renderer.image_processor)
-    pictures.note(messages)
+    images.register(messages)
 
     def extend(count: int, text: str, by_assistant: bool) -> None:
         nonlocal rendered
@@ -121,7 +121,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> EncodedDemonstra
         ids.append(
             new
             if by_assistant
-            else pictures.placeholder_expander(messages[:count], renderer.image_processor)(new)
+            else images.placeholder_expander(messages[:count], renderer.image_processor)(new)
         )
         is_answer.append(np.full(len(ids[-1]), by_assistant))
         rendered += text
@@ -130,12 +130,12 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> EncodedDemonstra
         whole = renderer.render(messages[:count], tools)
         if not whole.startswith(rendered):
             raise ValueError("the template changes earlier messages when later messages are added")
-        renderer.check_shown(whole, messages[:count])
+        renderer.check_image_placeholders(whole, messages[:count])
         return whole[len(rendered) :]
 
     try:
         if (spelled := renderer.placeholder) is not None and any(map(spelled.is_in, [*messages, *tools])):
-            raise ValueError(f"a text contains {spelled.text}, which is reserved for pictures")
+            raise ValueError(f"a text contains {spelled.text}, which is reserved for images")
         if tools and not renderer.shows_tools:
             raise ValueError("the template shows no tools")
         if tools and not renderer.tool_format:
@@ -154,14 +154,14 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> EncodedDemonstra
     mask = np.concatenate(is_answer)
     if renderer.image_processor is None:
         return EncodedDemonstration(demonstration, token_ids, mask)
-    token_ids, spans = pictures.read(token_ids, renderer.image_processor)
+    token_ids, spans = images.read(token_ids, renderer.image_processor)
     return EncodedDemonstration(replace(demonstration, messages=messages), token_ids, mask, spans, files)
 
 
 def _read_messages(
     messages: list[dict[str, Any]], image_processor: ImageProcessorConfig | None
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Messages in canonical form, and the PNG files of their pictures by their hashes, as the policy sees
+    """Messages in canonical form, and the PNG files of their images by their hashes, as the policy sees
     them."""
     files = dict[str, bytes]()
     left_out = LeftOut(sees=image_processor is not None)
@@ -173,12 +173,12 @@ def _read_messages(
         ]
     except ApiError as error:
         raise ValueError(f"a demonstration cannot be used: {error}") from None
-    for where, data, part in left_out.pictures:
+    for where, data, part in left_out.images:
         assert image_processor is not None
         try:
             fitted = preprocess_image(a2b_base64(data), image_processor)
         except ValueError as error:
-            raise ValueError(f"a demonstration cannot be used: {where} has a picture: {error}") from None
+            raise ValueError(f"a demonstration cannot be used: {where} has an image: {error}") from None
         sha256 = hashlib.sha256(fitted.png).hexdigest()
         files[sha256] = fitted.png
         part.update(sha256=sha256, width=fitted.width, height=fitted.height)

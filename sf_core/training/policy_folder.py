@@ -31,10 +31,10 @@ FULL = {"F64", "F32", "F16", "BF16"}
 """Dtypes of weights that are not quantised."""
 
 _MAY_SEE = ("policy.model", "train.teacher.model")
-"""Settings that may name a model that is shown pictures."""
+"""Settings that may name a model that is shown images."""
 
 _SOME_NAMES = ("model.embed_tokens.weight", f"{TOWER}patch_embed.proj.weight")
-"""Weights that a model has that is shown pictures."""
+"""Weights that a model has that is shown images."""
 
 SAMPLING = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
 """Ends of the names of architectures that sample text."""
@@ -110,7 +110,7 @@ def _check_seeing(model: str, setting: str, names: Collection[str]) -> None:
     if decoder_spec(config, 1 << 30) is None:
         raise ValueError(
             f"{setting}: {model} uses sliding windows (use_sliding_window) or scaled positions "
-            "(rope_scaling), which training does not support for models that see pictures: choose another "
+            "(rope_scaling), which training does not support for models that see images: choose another "
             "model"
         )
 
@@ -130,14 +130,12 @@ def _fault_of(model: str, setting: str) -> str | None:
     else:
         return None
     named = "a folder of a causal language model (...ForCausalLM in its config.json)"
-    seeing = f", or of a model that sees pictures ({', '.join(MULTIMODAL_MODEL_TYPES)})" * (
-        setting in _MAY_SEE
-    )
+    seeing = f", or of a model that sees images ({', '.join(MULTIMODAL_MODEL_TYPES)})" * (setting in _MAY_SEE)
     return f"{model} is {problem}: name {named}{seeing}"
 
 
 def _is_causal(shape: dict[str, Any], setting: str) -> bool:
-    """Whether a model continues tokens; only policies and their teachers are shown pictures."""
+    """Whether a model continues tokens; only policies and their teachers are shown images."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     seeing = MULTIMODAL_MODEL_TYPES if setting in _MAY_SEE else ()

@@ -1,6 +1,6 @@
-"""What a trained network reads of pictures: the features that the frozen tower of a policy makes of them.
+"""What a trained network reads of images: the features that the frozen tower of a policy makes of them.
 
-Ranks exchange nothing for them: those whose rows have pictures and those whose rows have none make the same
+Ranks exchange nothing for them: those whose rows have images and those whose rows have none make the same
 calls.
 """
 
@@ -22,7 +22,7 @@ from sf_core.models.images.processor_config import FEATURE_CACHE_BYTES, read_ima
 from sf_core.models.language import TOWER
 from sf_core.models.pretrained.needed_weights import load_model
 from sf_core.training.packing.trie import Microbatch
-from storage.media import PictureSpan, read_picture
+from storage.media import ImageSpan, read_image
 
 
 class Tower:
@@ -31,11 +31,11 @@ class Tower:
     def __init__(
         self, model_dir: str, media: str, device: str = "cpu", dtype: torch.dtype | Literal["auto"] = "auto"
     ) -> None:
-        """`media`: the folder of the run's pictures. `dtype`: that of computing. Raises ValueError if the
+        """`media`: the folder of the run's images. `dtype`: that of computing. Raises ValueError if the
         policy of the Hugging Face folder does not see."""
         image_processor = read_image_processor(model_dir)
         if image_processor is None:
-            raise ValueError(f"{model_dir}: this model does not see pictures, but a trajectory has pictures")
+            raise ValueError(f"{model_dir}: this model does not see images, but a trajectory has images")
         self.placeholder = image_processor.token_id
         self._media = media
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).vision_config
@@ -51,32 +51,32 @@ class Tower:
         self._network.to(device)
 
     def show(self, microbatch: Microbatch) -> Microbatch:
-        """The microbatch with the features of its pictures. Raises ValueError, one sentence, if a picture is
+        """The microbatch with the features of its images. Raises ValueError, one sentence, if an image is
         missing or is not what the policy saw."""
         if microbatch.parts is None:
             return microbatch
-        whole = torch.cat([self._see(picture) for picture in microbatch.pictures])
+        whole = torch.cat([self._see(span) for span in microbatch.images])
         parts = microbatch.parts
         return replace(microbatch, features=whole[parts.cpu()].to(parts.device))
 
     @torch.no_grad()
-    def _see(self, picture: PictureSpan) -> torch.Tensor:
-        """The features of a picture [length, width], in the host's memory."""
-        if (cached := self._cache.get(picture.sha256)) is not None:
-            self._cache.move_to_end(picture.sha256)
+    def _see(self, span: ImageSpan) -> torch.Tensor:
+        """The features of an image [length, width], in the host's memory."""
+        if (cached := self._cache.get(span.sha256)) is not None:
+            self._cache.move_to_end(span.sha256)
             return cached
-        image = Image.open(io.BytesIO(read_picture(self._media, picture.sha256)))
+        image = Image.open(io.BytesIO(read_image(self._media, span.sha256)))
         # it has its size already
         read = self._processor([image], do_resize=False, return_tensors="pt").to(self._network.device)
         pixels = read["pixel_values"].to(self._network.dtype)
         grid = read["image_grid_thw"]
         features: torch.Tensor = self._network(pixels, grid_thw=grid).pooler_output.cpu()
-        if len(features) != picture.length:
+        if len(features) != span.length:
             raise ValueError(
-                f"picture {picture.sha256} has {len(features)} tokens, but a trajectory has "
-                f"{picture.length} tokens for it"
+                f"image {span.sha256} has {len(features)} tokens, but a trajectory has "
+                f"{span.length} tokens for it"
             )
-        self._cache[picture.sha256] = features
+        self._cache[span.sha256] = features
         self._cache_bytes += features.nbytes
         while self._cache_bytes > FEATURE_CACHE_BYTES and len(self._cache) > 1:
             self._cache_bytes -= self._cache.popitem(last=False)[1].nbytes
@@ -87,7 +87,7 @@ def embed(microbatch: Microbatch, embedding: torch.Tensor) -> torch.Tensor:
     """What the network reads of each token [N, width]."""
     if microbatch.shown is None or microbatch.features is None:
         return F.embedding(microbatch.token_ids, embedding)
-    # names of pictures are no ids
+    # names of images are no ids
     x = F.embedding(microbatch.token_ids.clamp(min=0), embedding)
     return x.index_copy(0, microbatch.shown, microbatch.features.to(x.dtype))
 

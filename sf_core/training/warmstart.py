@@ -93,13 +93,13 @@ class Seeing:
             part = demonstrations[first : first + size]
             ids = _pad(demonstration.token_ids for demonstration in part).long()
             is_answer = _pad(demonstration.is_answer for demonstration in part)
-            pictures = [
+            images = [
                 Image.open(io.BytesIO(demonstration.files[span.sha256]))
                 for demonstration in part
-                for span in demonstration.pictures
+                for span in demonstration.images
             ]
             # they have the size that the policy sees
-            seen = self._processor(pictures, do_resize=False, return_tensors="pt") if pictures else {}
+            seen = self._processor(images, do_resize=False, return_tensors="pt") if images else {}
             logits = self.model(
                 input_ids=ids,
                 attention_mask=_pad(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from storage.media import PictureSpan
+from storage.media import ImageSpan
 
 NOT_SAMPLED = -1
 """Policy version of a token that was not sampled; null in the file."""
@@ -135,5 +135,5 @@ class Trajectory:
     """JSON of the tools that the branch's requests named; None without any."""
     output: str | None = None
     """What the agent's process wrote, in the first branch of its session; None of an agent without one."""
-    images: Sequence[PictureSpan] = ()
-    """The pictures among the tokens, in order."""
+    images: Sequence[ImageSpan] = ()
+    """The images among the tokens, in order."""

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from storage.files import FileRef
-from storage.media import PictureSpan
+from storage.media import ImageSpan
 from storage.run_directory import RunDirectory
 from storage.tables import parquet
 from storage.tables.schema import (
@@ -47,7 +47,7 @@ def write_trajectories(
 ) -> FileRef:
     """Write one part of an iteration (of a policy version, for other kinds). `part` names the shard and the
     attempt; the same part of the same iteration is the same file. Rows are consumed as they are written, so
-    that only one row group of an iterator is in memory. `sees`: the policy is shown pictures, and the file
+    that only one row group of an iterator is in memory. `sees`: the policy is shown images, and the file
     has the column IMAGES."""
     uri = f"{run.partition(kind, iteration)}/{part}.parquet"
     tables = (to_table(run.run_id, group, sees=sees) for group in _row_groups(rows))
@@ -100,7 +100,7 @@ def first_rows(session_ids: pa.ChunkedArray) -> np.ndarray:
 
 
 def to_table(run_id: str, rows: Sequence[Trajectory], *, sees: bool = False) -> pa.Table:
-    """Raises ValueError if the arrays of a row differ in length, or if a row has pictures and its policy does
+    """Raises ValueError if the arrays of a row differ in length, or if a row has images and its policy does
     not see."""
     for row in rows:
         lengths = {len(row.token_ids), len(row.loss_mask), len(row.logprobs), len(row.policy_versions)}
@@ -132,8 +132,8 @@ def to_table(run_id: str, rows: Sequence[Trajectory], *, sees: bool = False) -> 
         columns[IMAGES.name] = _structs(IMAGE, [row.images for row in rows])
     elif row_seeing := next((row for row in rows if row.images), None):
         raise ValueError(
-            f"branch {row_seeing.branch_id} of session {row_seeing.session_id} has pictures, "
-            "but its policy does not see pictures"
+            f"branch {row_seeing.branch_id} of session {row_seeing.session_id} has images, "
+            "but its policy does not see images"
         )
     plain = {name: [getattr(row, name) for row in rows] for name in schema.names if name not in columns}
     return pa.Table.from_pydict(columns | plain, schema=schema)
@@ -160,11 +160,11 @@ def to_rows(table: pa.Table) -> list[Trajectory]:
     return [Trajectory(*row) for row in rows]
 
 
-def images_of(table: pa.Table) -> list[tuple[PictureSpan, ...]]:
-    """The pictures of each row; none where the table has no column of them."""
+def images_of(table: pa.Table) -> list[tuple[ImageSpan, ...]]:
+    """The images of each row; none where the table has no column of them."""
     if IMAGES.name not in table.column_names:
         return [()] * len(table)
-    return [tuple(PictureSpan(**image) for image in images) for images in table[IMAGES.name].to_pylist()]
+    return [tuple(ImageSpan(**image) for image in images) for images in table[IMAGES.name].to_pylist()]
 
 
 def _row_groups(rows: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:

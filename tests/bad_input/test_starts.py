@@ -112,11 +112,11 @@ def test_settings_that_do_not_go_with_an_adapter_are_refused(refusal: Refusal, t
 @refuses("""
     engine: {kind: torch}
     policy: {sees: true}
-    > engine.kind torch does not support pictures, but the policy, a qwen2_5_vl, sees pictures: use
+    > engine.kind torch does not support images, but the policy, a qwen2_5_vl, sees images: use
     > engine.kind vllm
     engine: {kind: emulated}
     policy: {sees: true}
-    > engine.kind emulated does not support pictures, but the policy, a qwen2_5_vl, sees pictures: use
+    > engine.kind emulated does not support images, but the policy, a qwen2_5_vl, sees images: use
     > engine.kind vllm
     engine: {kind: vllm}
     policy: {sees: true}
@@ -125,14 +125,14 @@ def test_settings_that_do_not_go_with_an_adapter_are_refused(refusal: Refusal, t
     > train.backend torch
     engine: {kind: vllm}
     rollout: {max_picture_tokens: 64}
-    > rollout.max_picture_tokens (64) applies only to policies that see pictures, but this policy, a qwen3,
-    > does not see pictures: leave rollout.max_picture_tokens out
+    > rollout.max_picture_tokens (64) applies only to policies that see images, but this policy, a qwen3,
+    > does not see images: leave rollout.max_picture_tokens out
     engine: {kind: vllm}
     policy: {model: sees}
     train: {teacher: {model: model}}
-    > train.teacher.model: model does not see pictures, but the policy does: use a teacher that sees pictures
+    > train.teacher.model: model does not see images, but the policy does: use a teacher that sees images
     policy: {model: sees}
-    > engine.kind torch does not support pictures, but the policy, a qwen2_5_vl, sees pictures: use
+    > engine.kind torch does not support images, but the policy, a qwen2_5_vl, sees images: use
     > engine.kind vllm
     engine: {kind: vllm}
     policy: {model: model, sees: true}
@@ -140,7 +140,7 @@ def test_settings_that_do_not_go_with_an_adapter_are_refused(refusal: Refusal, t
     engine: {kind: vllm}
     policy: {model: sees}
     rollout: {max_picture_tokens: 3}
-    > rollout.max_picture_tokens is 3, but the policy's processor uses at least 4 tokens per picture
+    > rollout.max_picture_tokens is 3, but the policy's processor uses at least 4 tokens per image
 """)
 def test_settings_with_which_a_policy_is_shown_nothing_are_refused(
     refusal: Refusal,

@@ -1,5 +1,5 @@
-"""A run whose policy is shown pictures, on a real stack with vLLM: nothing is lost to what is killed, and a
-wrong picture ends the run."""
+"""A run whose policy is shown images, on a real stack with vLLM: nothing is lost to what is killed, and a
+wrong image ends the run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_healthy(url: str) -> bool:
 
 
 def make_large(folder: str) -> None:
-    """A policy with large weights, so that pictures matter."""
+    """A policy with large weights, so that images matter."""
     make_policy(folder, PolicyConfig(sees=True, hidden_size=64, num_layers=1), seed=0)
     weights = load_file(f"{folder}/model.safetensors")
     large = {name: tensor * 3 if tensor.dim() > 1 else tensor for name, tensor in weights.items()}
@@ -60,7 +60,7 @@ def make_large(folder: str) -> None:
 
 
 def shown(config: RunConfig) -> list[dict[str, Any]]:
-    """The spans of all pictures in the trajectories that trained."""
+    """The spans of all images in the trajectories that trained."""
     rows = [
         row for k in range(config.train.iterations) for row in invariants.trajectories(config, k).to_pylist()
     ]

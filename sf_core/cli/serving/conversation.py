@@ -133,7 +133,7 @@ class SessionPrinter:
         self._printer.request(prompt.index, prompt.messages, prompt=text, **counted)
 
     def _decode(self, ids: Ids) -> str:
-        """The text of a prompt, with one placeholder for each picture."""
+        """The text of a prompt, with one placeholder for each image."""
         if (image_processor := self._renderer.image_processor) is not None:
             ids = restore_placeholders(
                 ids[(ids >= 0) | (np.diff(ids, prepend=0) != 0)], image_processor.token_id
@@ -189,5 +189,5 @@ def in_words(message: dict[str, Any]) -> str:
 
 def _part_in_words(part: dict[str, Any]) -> str:
     if part.get("type") == IMAGE:
-        return f"[picture, {part.get('width')} by {part.get('height')}]"
+        return f"[image, {part.get('width')} by {part.get('height')}]"
     return str(part.get("text", part))

@@ -89,7 +89,7 @@ def local_plane(
 
 
 def _serve_engine(plane: LocalPlane, policy: Policy, name: str, run_dir: str, key: str) -> None:
-    # the engine reads pictures from where the gateway stores them
+    # the engine reads images from where the gateway stores them
     root, _, run_id = run_dir.rstrip("/").rpartition("/")
     config = policy.config.put(["storage", "root"], root).put(["run_id"], run_id)
     hello = Hello(name, 1, "local", 0, "local", "local", policy.config.engine.max_running)

@@ -47,9 +47,9 @@ def open_stored(uri: str, version: int | None, engine: str | None = None) -> Pol
     if engine is not None:
         kind = config.engine.model_copy(update={"kind": engine})
         config = config.model_copy(update={"engine": kind})
-    if read_image_processor(run.start_dir) is not None and not engine_kind(config).shows_pictures:
+    if read_image_processor(run.start_dir) is not None and not engine_kind(config).supports_images:
         raise ValueError(
-            f"the policy of run {run.run_id} sees pictures, but this engine does not support pictures: use "
+            f"the policy of run {run.run_id} sees images, but this engine does not support images: use "
             "--engine vllm"
         )
     check_version(run, version)

@@ -13,10 +13,10 @@ Part = dict[str, Any]
 """`{"type": "text", "text": ...}` or `{"type": "image", "sha256": ..., "width": ..., "height": ...}`."""
 
 Content = str | list[Part]
-"""One text, or parts if a message has several or shows pictures."""
+"""One text, or parts if a message has several or shows images."""
 
 IMAGE = "image"
-"""Kind of a part with a picture, in canonical form, prompts and counters."""
+"""Kind of a part with an image, in canonical form, prompts and counters."""
 
 TEXT_FIELD_BY_TYPE = {
     "text": "text",
@@ -53,30 +53,30 @@ CHARACTERS = "characters"
 """Kind under which characters are counted that a client cut in half."""
 
 PLACEHOLDERS = "placeholders"
-"""Kind under which texts are counted that spell the placeholder of pictures."""
+"""Kind under which texts are counted that spell the placeholder of images."""
 
 
-class SentPicture(NamedTuple):
-    """A picture that the model is shown, as the client sent it."""
+class SentImage(NamedTuple):
+    """An image that the model is shown, as the client sent it."""
 
     where: str
     data: str
     """Base64, possibly with the letters of URLs."""
     part: Part
-    """The part that shows the picture, to which media/media.py adds the facts."""
+    """The part that shows the image, to which media/media.py adds the facts."""
 
 
 @dataclass(slots=True)
 class LeftOut:
-    """Parts of a request that the model is not shown, and the pictures that it is shown."""
+    """Parts of a request that the model is not shown, and the images that it is shown."""
 
     sees: bool = False
-    """Whether the model is shown pictures."""
+    """Whether the model is shown images."""
     kinds: list[str] = field(default_factory=list)
     """Kinds of the parts that were left out: names of counters."""
     unseen: list[str] = field(default_factory=list)
     """Paths of the parts of tool results that the model is not shown."""
-    pictures: list[SentPicture] = field(default_factory=list)
+    images: list[SentImage] = field(default_factory=list)
     _uncounted: list[bytes] = field(default_factory=list)
     """Arguments of calls, as JSON, of whose values only an upper bound is known."""
     _num_values: int = 0
@@ -98,9 +98,9 @@ class LeftOut:
         self.unseen.append(where)
         return f"[{kind.replace('_', ' ')} left out]"
 
-    def picture(self, data: str, where: str) -> Part:
+    def add_image(self, data: str, where: str) -> Part:
         part = {"type": IMAGE}
-        self.pictures.append(SentPicture(where, data, part))
+        self.images.append(SentImage(where, data, part))
         return part
 
 
@@ -128,15 +128,15 @@ def kind_of_media(part: Any) -> str:
 
 
 def read_media(part: Any, where: str, left_out: LeftOut) -> str | Part:
-    """The picture of a part of Google's, or the text that replaces media that the model is not shown."""
+    """The image of a part of Google's, or the text that replaces media that the model is not shown."""
     kind = kind_of_media(part)
     if kind != IMAGE or not left_out.sees:
         return left_out.sentence(kind, where)
     inline = part.get("inline_data")
     data = inline.get("data") if isinstance(inline, dict) else None
     if not isinstance(data, str):
-        raise unread_picture(where)
-    return left_out.picture(data, where)
+        raise image_without_data(where)
+    return left_out.add_image(data, where)
 
 
 def read_texts(content: Any, where: str) -> list[str]:
@@ -146,9 +146,9 @@ def read_texts(content: Any, where: str) -> list[str]:
 
 
 def read_parts(content: Any, where: str, left_out: LeftOut) -> list[str | Part]:
-    """The texts and, for a model that is shown pictures, also the pictures."""
+    """The texts and, for a model that is shown images, also the images."""
     return [
-        read_picture(part, f"{where}[{i}]", left_out)
+        read_image(part, f"{where}[{i}]", left_out)
         if left_out.sees and _kind_of_part(part) == IMAGE
         else _text_of_part(part, where)
         for i, part in enumerate(_list_parts(content, where))
@@ -184,8 +184,8 @@ def _text_of_part(part: Any, where: str) -> str:
     return text
 
 
-def read_picture(part: dict[str, Any], where: str, left_out: LeftOut) -> Part:
-    """A part with a picture, in the form of any API that has such parts."""
+def read_image(part: dict[str, Any], where: str, left_out: LeftOut) -> Part:
+    """A part with an image, in the form of any API that has such parts."""
     source = part.get("image_url") or part.get("source") or part
     if not isinstance(source, dict):
         source = {"url": source}
@@ -195,20 +195,20 @@ def read_picture(part: dict[str, Any], where: str, left_out: LeftOut) -> Part:
         head, _, data = url.partition(",")
         data = data if head.endswith(";base64") else None
     if not isinstance(data, str):
-        raise unread_picture(where)
-    return left_out.picture(data, where)
+        raise image_without_data(where)
+    return left_out.add_image(data, where)
 
 
-def unread_picture(where: str) -> WrongField:
+def image_without_data(where: str) -> WrongField:
     return WrongField(
         where,
-        f"{where} has a picture whose bytes are not in the request: send the picture as base64, in a field "
-        "for URLs as a data URL; pictures are not downloaded, and files cannot be uploaded",
+        f"{where} has an image whose bytes are not in the request: send the image as base64, in a field "
+        "for URLs as a data URL; images are not downloaded, and files cannot be uploaded",
     )
 
 
 def read_content(content: Any, where: str, left_out: LeftOut | None = None) -> Content:
-    """The canonical content of a message that is not a tool result. It may have pictures if `left_out` is
+    """The canonical content of a message that is not a tool result. It may have images if `left_out` is
     given. Raises ApiError."""
     if isinstance(content, str):
         return content
@@ -216,7 +216,7 @@ def read_content(content: Any, where: str, left_out: LeftOut | None = None) -> C
 
 
 def canonical(parts: Sequence[str | Part]) -> Content:
-    """The canonical content of these texts and pictures: a string for a single text, else a list of parts."""
+    """The canonical content of these texts and images: a string for a single text, else a list of parts."""
     if len(parts) < 2 and all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
@@ -229,14 +229,14 @@ def join_texts(content: Content, between: str = "") -> str:
     return between.join(part["text"] for part in content if part["type"] == "text")
 
 
-def pictures_of(content: Content) -> Iterator[Part]:
-    """The parts of a canonical content that show pictures."""
+def image_parts_of(content: Content) -> Iterator[Part]:
+    """The parts of a canonical content that show images."""
     if not isinstance(content, str):
         yield from (part for part in content if part["type"] == IMAGE)
 
 
 def read_result(content: Any, where: str, left_out: LeftOut) -> Content:
-    """The content of a tool result: a single text, unless it has pictures."""
+    """The content of a tool result: a single text, unless it has images."""
     parts = []
     for part in _list_parts(content, where):
         kind = _kind_of_part(part)
@@ -247,6 +247,6 @@ def read_result(content: Any, where: str, left_out: LeftOut) -> Content:
 
 def join_result(parts: Sequence[str | Part]) -> Content:
     """The content of a tool result with these parts: texts are joined by line ends, if there are no
-    pictures."""
+    images."""
     texts = [part for part in parts if isinstance(part, str)]
     return "\n".join(texts) if len(texts) == len(parts) else canonical(parts)

@@ -1,7 +1,7 @@
 """Messages in canonical form, and their identity.
 
 A canonical message holds only the parts that a model can see, in one spelling: absent content is "", several
-parts of text, and pictures, are a list of parts, arguments of tool calls are mappings. Dialects produce it,
+parts of text, and images, are a list of parts, arguments of tool calls are mappings. Dialects produce it,
 templates render it, sessions compare it. A recorded answer is recognised without its reasoning, in one part,
 without the `name` that agents give to answers they send back, and without ids of its calls: clients change
 all of these. In other assistant messages they count.
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
-from sf_core.dataplane.chat.contents import Part, join_texts, pictures_of
+from sf_core.dataplane.chat.contents import Part, image_parts_of, join_texts
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.tool_formats import Tool, ToolCall
 
@@ -50,9 +50,9 @@ def text_of(message: Message) -> str:
     return join_texts(message["content"], "\n")
 
 
-def list_pictures(messages: Iterable[Message]) -> list[Part]:
-    """The parts of messages that show pictures, in order."""
-    return [part for message in messages for part in pictures_of(message["content"])]
+def list_image_parts(messages: Iterable[Message]) -> list[Part]:
+    """The parts of messages that show images, in order."""
+    return [part for message in messages for part in image_parts_of(message["content"])]
 
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:

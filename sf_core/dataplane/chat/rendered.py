@@ -35,7 +35,7 @@ class Reader:
         if not messages:
             return False
         if (image_processor := self._renderer.image_processor) is not None:
-            # a rendering has one placeholder for each picture
+            # a rendering has one placeholder for each image
             prompt_ids = [
                 token
                 for last, token in pairwise([-1, *prompt_ids])

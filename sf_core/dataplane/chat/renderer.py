@@ -21,14 +21,14 @@ from tokenizers import Tokenizer
 from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
 from sf_core.dataplane.chat.calls.formats import FORMATS, detect_format
 from sf_core.dataplane.chat.json_text import encode_sorted
-from sf_core.dataplane.chat.messages import Message, list_pictures
+from sf_core.dataplane.chat.messages import Message, list_image_parts
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
 from sf_core.dataplane.chat.template_probes import (
     append_only_roles,
     find_end_of_turn,
     keeps_rows,
     shows_tools,
-    with_pictures,
+    with_images,
 )
 from sf_core.dataplane.chat.token_bound import TokenBound
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -107,7 +107,7 @@ class Renderer:
         self.image_processor = (
             read_image_processor(str(folder)) if (folder / "config.json").exists() else None
         )
-        """How the policy sees pictures, within the limits of its processor; None: it is shown none."""
+        """How the policy sees images, within the limits of its processor; None: it is shown none."""
         if (
             self.image_processor is not None
             and self._tokenizer.id_to_token(self.image_processor.token_id) is None
@@ -122,7 +122,7 @@ class Renderer:
             else self._tokenizer.id_to_token(self.image_processor.token_id)
         )
         self.placeholder = None if spelled is None else Placeholder(spelled)
-        """That of pictures; None: the policy is shown none."""
+        """That of images; None: the policy is shown none."""
         self._special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         self.options: dict[str, Any] = {}
         """Further variables of the template."""
@@ -171,7 +171,7 @@ class Renderer:
         if roles is None:
             roles = append_only_roles(self.render)
             if sees:
-                roles &= append_only_roles(with_pictures(self.render))
+                roles &= append_only_roles(with_images(self.render))
             _cache(_append_only_roles, key, roles)
         return roles
 
@@ -192,7 +192,7 @@ class Renderer:
         return self.templates.of(tools).render(messages, tools, variables, num_first)
 
     def mend(self, value: Value) -> Value:
-        """The JSON value with its texts changed so that they spell no placeholder of pictures."""
+        """The JSON value with its texts changed so that they spell no placeholder of images."""
         return value if self.placeholder is None else self.placeholder.mend(value)
 
     def find_fault(self) -> str | None:
@@ -222,15 +222,15 @@ class Renderer:
             return "one row"
         return "a row each" if self.opens_thinking else "a row each after an answer with reasoning"
 
-    def check_shown(self, text: str, messages: list[Message]) -> None:
-        """Raises TemplateError if a rendering shows other pictures than those of its messages."""
+    def check_image_placeholders(self, text: str, messages: list[Message]) -> None:
+        """Raises TemplateError if a rendering shows other images than those of its messages."""
         if self.placeholder is None:
             return
-        num_shown = text.count(self.placeholder.text)
-        num_pictures = len(list_pictures(messages))
-        if num_shown != num_pictures:
+        num_placeholders = text.count(self.placeholder.text)
+        num_images = len(list_image_parts(messages))
+        if num_placeholders != num_images:
             raise jinja2.TemplateError(
-                f"the rendered prompt shows {num_shown} pictures, but the messages have {num_pictures}"
+                f"the rendered prompt shows {num_placeholders} images, but the messages have {num_images}"
             )
 
     def merge_late_system(self, messages: list[Message]) -> list[Message]:

@@ -20,7 +20,7 @@ import jinja2.meta
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sf_core.dataplane.chat.contents import pictures_of
+from sf_core.dataplane.chat.contents import image_parts_of
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
 from storage.files import read_bytes
@@ -83,7 +83,7 @@ class ChatTemplate:
         content = message["content"]
         if "reasoning_content" in message:
             message = {**message, "reasoning": message["reasoning_content"]}
-        if any(pictures_of(content)):
+        if any(image_parts_of(content)):
             # Renderer.check_shown counts the placeholders in the rendering
             return message
         if not self._takes_parts or message["role"] == "tool":

@@ -70,16 +70,16 @@ def _cache_renderings(render: Render) -> Render:
     return render_once
 
 
-def with_pictures(render: Render) -> Render:
-    """A rendering in which everything that comes from outside shows a picture too."""
+def with_images(render: Render) -> Render:
+    """A rendering in which everything that comes from outside shows an image too."""
 
     def render_shown(messages: list[Message], tools: list[Tool]) -> str:
-        return render([_show_picture(message) for message in messages], tools)
+        return render([_add_image(message) for message in messages], tools)
 
     return render_shown
 
 
-def _show_picture(message: Message) -> Message:
+def _add_image(message: Message) -> Message:
     if message["role"] not in ("user", "tool"):
         return message
     return {**message, "content": canonical([message["content"], {"type": IMAGE}])}

@@ -40,7 +40,7 @@ async def batch_files(run: ServedRun, sealer: Sealer, index: int, wait_s: float)
 
 def arrow_stream(uris: Iterable[str], *, sees: bool = False) -> Iterator[bytes]:
     """The rows of these files in the columns of storage.tables.schema. Blocks while it reads. `sees`: the
-    policy is shown pictures, and the files have their column."""
+    policy is shown images, and the files have their column."""
     sink = BytesIO()
     # closed only after the last row: a reader of a stream that breaks off must notice
     schema = SEEING_SCHEMA if sees else SCHEMA

@@ -38,10 +38,10 @@ from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.dataplane.turns.subscriber import Subscriber
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Most bytes of a request without its pictures."""
+"""Most bytes of a request without its images."""
 
-MAX_PICTURE_BYTES = 64 * 2**20
-"""Most bytes of a request with pictures; agents send those of a whole conversation each time."""
+MAX_BYTES_WITH_IMAGES = 64 * 2**20
+"""Most bytes of a request with images; agents send those of a whole conversation each time."""
 
 ID_HEADERS = (b"x-request-id", b"request-id")
 """Headers in which the packages of OpenAI and Anthropic read a request's id."""
@@ -59,7 +59,7 @@ class TurnEndpoint:
         self._order = order
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        data = await read_body(receive, MAX_PICTURE_BYTES)
+        data = await read_body(receive, MAX_BYTES_WITH_IMAGES)
         size = len(data)
         try:
             async with self._order.of(scope["caller"].named_session):
@@ -99,8 +99,8 @@ class TurnEndpoint:
             raise restarted()
 
         try:
-            if requests[0].left_out.pictures:
-                await _show_pictures(requests[0], turns)
+            if requests[0].left_out.images:
+                await _store_images(requests[0], turns)
                 recheck()
             fingerprint = await apart(parsed.is_large, RequestIdentity.from_request, scope["headers"], data)
             subscribers = await open_turns(
@@ -122,11 +122,11 @@ class TokenCount:
         self._find_session = find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        data = await read_body(receive, MAX_PICTURE_BYTES)
+        data = await read_body(receive, MAX_BYTES_WITH_IMAGES)
         # a dialect may require max_tokens, which a request to count tokens does not have
         defaults = {"max_tokens": 1}
         parsed = await _read_request(data, scope, self._dialect, self._find_session, defaults)
-        await _show_pictures(parsed.requests[0], parsed.turns)
+        await _store_images(parsed.requests[0], parsed.turns)
         is_long = len(data) > SMALL_CHARACTERS
         try:
             num_tokens = await apart(is_long, count_tokens, parsed.turns.renderer, parsed.requests[0])
@@ -196,7 +196,7 @@ def _parse_for_run(
             f"{unseen[0]} has a part that is not text; only text is supported. Set rollout.unseen_parts to "
             "`replace`: a short text then replaces such parts.",
         )
-    _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
+    _check_size(len(data) - sum(len(image.data) for image in left_out.images))
     if len(data) > MAX_TOOLS_BYTES:
         check_size(requests[0].tools, "tools", MAX_TOOLS_BYTES)
     kinds = [*left_out.kinds]
@@ -214,19 +214,17 @@ def _parse_for_run(
     return ParsedRequest(without_prompt, turns, session, requests, Counter(kinds) if kinds else {}, is_large)
 
 
-async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
-    """Have the pictures of a request made and stored. Raises ApiError if one cannot be shown or stored."""
+async def _store_images(request: TurnRequest, turns: LiveTurns) -> None:
+    """Have the images of a request made and stored. Raises ApiError if one cannot be shown or stored."""
     image_processor = turns.renderer.image_processor
-    pictures = request.left_out.pictures
-    if image_processor is None or not pictures:
+    images = request.left_out.images
+    if image_processor is None or not images:
         return
-    if len(pictures) >= turns.spec.context_length:
-        # each picture has at least one token, so decoding can be spared
-        raise ContextOverflow(len(pictures), turns.spec.context_length)
-    await turns.media.complete(
-        pictures, image_processor.with_max_tokens(turns.spec.rollout.max_picture_tokens)
-    )
-    pictures.clear()
+    if len(images) >= turns.spec.context_length:
+        # each image has at least one token, so decoding can be spared
+        raise ContextOverflow(len(images), turns.spec.context_length)
+    await turns.media.complete(images, image_processor.with_max_tokens(turns.spec.rollout.max_picture_tokens))
+    images.clear()
 
 
 def restarted() -> ApiError:

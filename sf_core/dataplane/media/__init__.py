@@ -1,1 +1,1 @@
-"""The pictures that agents send, made into those that policies see, and stored."""
+"""The images that agents send, made into those that policies see, and stored."""

@@ -18,7 +18,7 @@ from sf_core.dataplane.chat.template_probes import opening_messages, render_addi
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ContextOverflow
 from sf_core.dataplane.sessions.identity import Conversation
-from sf_core.dataplane.sessions.images import ExpandPlaceholders, Pictures
+from sf_core.dataplane.sessions.images import ExpandPlaceholders, SessionImages
 from sf_core.dataplane.sessions.tree import (
     EMPTY_PREFIX,
     LastTurnBoundary,
@@ -113,11 +113,11 @@ def render_request(
     matched: Turn | None,
     tools: list[Tool],
     renderer: Renderer,
-    pictures: Pictures,
+    images: SessionImages,
 ) -> Unencoded:
     """Render the part of a request that is not recorded. `matched` is the deepest recorded turn whose
     conversation the request begins with. Raises jinja2.TemplateError."""
-    placeholder_expander = pictures.placeholder_expander(conversation.messages, renderer.image_processor)
+    placeholder_expander = images.placeholder_expander(conversation.messages, renderer.image_processor)
     added = list[Message]()
     if matched is not None:
         added = conversation.messages[matched.prompt.num_messages + 1 :]
@@ -134,7 +134,7 @@ def render_request(
         messages[first_answer_at] = turn.message
     text = renderer.render(messages, tools, first_answer_at)
     if matched is None:
-        renderer.check_shown(text, messages)
+        renderer.check_image_placeholders(text, messages)
         return Unencoded(Position(None, 0), EMPTY_PREFIX, text, "", renderer, placeholder_expander)
     remainder = matched.prompt.rendered.remainder_of(text)
     if remainder is None:
@@ -143,7 +143,7 @@ def render_request(
         extension = _cut_extension(matched, remainder, added, renderer, placeholder_expander)
         if extension is not None:
             return extension
-    renderer.check_shown(text, messages)
+    renderer.check_image_placeholders(text, messages)
     position, prefix = _last_common_boundary(matched, text)
     return Unencoded(position, prefix, text[prefix.length :], "", renderer, placeholder_expander)
 
@@ -189,7 +189,7 @@ def _cut_extension(
     answer = remainder[: len(remainder) - len(suffix)]
     if not shows(answer, turn.message):
         return None
-    renderer.check_shown(suffix, added)
+    renderer.check_image_placeholders(suffix, added)
     prefix = turn.prompt.rendered.extend(answer)
     stop = "" if last_id is None else renderer.stop_texts.get(last_id, "")
     preceding_stop = stop if answer.endswith(stop) else ""

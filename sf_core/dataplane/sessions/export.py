@@ -20,7 +20,7 @@ from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.tree import Node, walk_path
 from sf_core.models.images.processor_config import ImageProcessorConfig
-from sf_core.types import PictureSpan
+from sf_core.types import ImageSpan
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
 _Path = list[tuple[Node, int]]
@@ -41,7 +41,7 @@ def export_session(
     image_processor: ImageProcessorConfig | None = None,
 ) -> list[Trajectory]:
     """The trajectories of a session that has ended. `report` has a reward, even for a failure, unless the
-    answer could not be judged. `image_processor` is that of a policy that was shown pictures."""
+    answer could not be judged. `image_processor` is that of a policy that was shown images."""
     assert report.reward is not None or report.status == "unjudged"
     # the clock may have been changed since the session began, perhaps in another process
     finished_at = max(session.started_at, time.time())
@@ -58,9 +58,9 @@ def export_session(
         parent, shared_prefix = _find_shared(path, reach)
         _mark_covered(path, branch, reach)
         token_ids, logprobs, versions = _token_columns(path, leaf.end)
-        images: list[PictureSpan] = []
+        images: list[ImageSpan] = []
         if image_processor is not None:
-            token_ids, images = session.pictures.read(token_ids, image_processor)
+            token_ids, images = session.images.read(token_ids, image_processor)
         mask = versions != NOT_SAMPLED
         for node, end in path:
             if isinstance(node, Turn) and node.constrained:

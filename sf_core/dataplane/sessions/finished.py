@@ -12,7 +12,7 @@ from sf_core.config.failures import Status
 from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
-from sf_core.dataplane.sessions.images import PICTURE_BYTES
+from sf_core.dataplane.sessions.images import IMAGE_BYTES
 from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.session import Session
 from sf_core.models.images.processor_config import ImageProcessorConfig
@@ -67,7 +67,7 @@ def _trajectory_bytes(trajectory: Trajectory) -> int:
     arrays = TOKEN_BYTES * len(trajectory.token_ids)
     objects = TRAJECTORY_BYTES + SPAN_BYTES * len(trajectory.turns)
     texts = sum(map(sys.getsizeof, (trajectory.messages, trajectory.tools, trajectory.output)))
-    return arrays + objects + texts + PICTURE_BYTES * len(trajectory.images)
+    return arrays + objects + texts + IMAGE_BYTES * len(trajectory.images)
 
 
 def finish_session(
@@ -79,7 +79,7 @@ def finish_session(
 ) -> FinishedSession:
     """The result of a session that is not served any more. The report has a reward, even for a failure,
     unless the answer could not be judged. `image_processor` is that of the policy, None if it is shown no
-    pictures."""
+    images."""
     assert report.reward is not None or report.status == "unjudged"
     status = judge_status(session, report)
     trajectories = export_session(

@@ -25,7 +25,7 @@ from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.claims import Claim, is_external
 from sf_core.dataplane.sessions.encoding import Draft, Encoded, render_request
 from sf_core.dataplane.sessions.identity import Conversation, Conversations
-from sf_core.dataplane.sessions.images import Pictures
+from sf_core.dataplane.sessions.images import SessionImages
 from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.tree import (
     EMPTY_PREFIX,
@@ -105,7 +105,7 @@ class Session:
     has_overflowed: bool = False
     """No turn was begun since a request did not fit into the context window."""
     branch_reasons: Counter[str] = field(default_factory=Counter)
-    pictures: Pictures = field(default_factory=Pictures)
+    images: SessionImages = field(default_factory=SessionImages)
     _tree: TokenTree = field(default_factory=TokenTree)
     _path_buffers: PathBuffers = field(default_factory=PathBuffers)
     _conversations: Conversations = field(default_factory=Conversations)
@@ -148,7 +148,7 @@ class Session:
         if matched is not None:
             conversation.share_recorded_messages(matched)
         try:
-            unencoded = render_request(conversation, matched, tools, renderer, self.pictures)
+            unencoded = render_request(conversation, matched, tools, renderer, self.images)
         except Exception:
             self.discard(conversation)
             raise
@@ -302,7 +302,7 @@ class Session:
         texts = [self.group, self.task_id, self.environment, self.answer, self.output, *parts]
         num_bytes = SESSION_BYTES + size_of(self.metadata) + size_of(texts)
         num_bytes += self._num_bytes
-        num_bytes += self._path_buffers.num_bytes + self._conversations.num_bytes + self.pictures.num_bytes
+        num_bytes += self._path_buffers.num_bytes + self._conversations.num_bytes + self.images.num_bytes
         num_bytes += sum(map(size_of_judgement, self.judgements))
         for recorded in self.recorded:
             if recorded.turn is None:
@@ -390,7 +390,7 @@ class Session:
         self._prompts[prompt.chain, prompt.forced] = prompt
         self._openings.update(prompt.opening)
         self._tree.add(prompt)
-        self.pictures.note(prompt.messages)
+        self.images.register(prompt.messages)
         tools = prompt.tools if prompt.continues is None else b""
         self._num_bytes += PROMPT_BYTES + prompt.ids.nbytes + len(tools) + num_bytes
 

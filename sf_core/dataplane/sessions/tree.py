@@ -115,7 +115,7 @@ class Prompt:
         return 0
 
     def full_ids(self) -> array[int]:
-        """All int32 ids of the prompt, with names in place of pictures (pictures.py)."""
+        """All int32 ids of the prompt, with names in place of images (images.py)."""
         return self.path_buffers.read(self)
 
 

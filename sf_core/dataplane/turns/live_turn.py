@@ -46,7 +46,7 @@ from sf_core.dataplane.turns.answer_reader import AnswerReader
 from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.dataplane.turns.sampling import choose_sampling, limit_tokens
-from sf_core.types import FinishReason, GenerationRequest, PictureSpan
+from sf_core.types import FinishReason, GenerationRequest, ImageSpan
 
 log = logging.getLogger(__name__)
 
@@ -161,10 +161,10 @@ class LiveTurn:
         spec = turns.spec
         claim = session.claim
         sample = self.recorded.key.sample
-        pictures = list[PictureSpan]()
+        images = list[ImageSpan]()
         if (image_processor := turns.renderer.image_processor) is not None:
             named = np.frombuffer(prompt_ids, dtype=np.int32)
-            ids, pictures = session.pictures.read(named, image_processor)
+            ids, images = session.images.read(named, image_processor)
             prompt_ids = array("i", ids.tobytes())
         whole_request = GenerationRequest(
             f"{next(_request_numbers)}",
@@ -175,7 +175,7 @@ class LiveTurn:
             sampling=choose_sampling(request, spec, claim, prompt.index, sample, nth),
             stream=request.stream or self.reader.reads_singly,
             grammar=grammar,
-            pictures=tuple(pictures),
+            images=tuple(images),
         )
         generation = Generation(whole_request, floor=max(prompt.version, session.floor))
         generation.session_id = session.session_id

@@ -277,8 +277,7 @@ def _check_ids(renderer: Renderer, given: Sequence[int] | Ids) -> Ids:
         token = renderer.image_processor.token_id
         raise WrongField(
             "prompt",
-            f"prompt contains the token {token}, which is reserved for pictures; to send pictures, use "
-            "messages",
+            f"prompt contains the token {token}, which is reserved for images; to send images, use messages",
         )
     return ids
 

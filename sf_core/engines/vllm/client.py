@@ -47,8 +47,8 @@ class StreamDelta:
     """Names of the weights that sampled the request so far; only on the last piece."""
     prompt_ids: list[int]
     """What the tokens go on from; only on the first piece, of a request that asks for it."""
-    pictures: list[dict[str, int]]
-    """Where each picture is in `prompt_ids`: its `offset` and `length`."""
+    images: list[dict[str, int]]
+    """Where each image is in `prompt_ids`: its `offset` and `length`."""
 
 
 class VllmClient:
@@ -191,8 +191,8 @@ class VllmClient:
         await self._command("/reset_prefix_cache")
 
     async def reset_encoder_cache(self) -> None:
-        """Drop the cached features of pictures, while paused. With other weights the server would end at the
-        next picture whose features it still has."""
+        """Drop the cached features of images, while paused. With other weights the server would end at the
+        next image whose features it still has."""
         await self._command("/reset_encoder_cache")
 
     async def check_health(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.grammar import Vocabularies
-from sf_core.engines.vllm.images import Pictures
+from sf_core.engines.vllm.images import MultimodalRequests
 from sf_core.engines.vllm.limits import check_cpu_build, check_shape
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import GRAMMAR_ARGUMENT, EngineServer, make_arguments
@@ -26,8 +26,8 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
     untied = on_cpu and config.train.lora is None
     policy = PolicyFolder(start_dir, untied=untied, max_picture_tokens=config.rollout.max_picture_tokens)
     check_shape(policy.config)
-    pictures = (
-        Pictures(policy.image_processor, RunDirectory(config.run_dir).media_dir)
+    images = (
+        MultimodalRequests(policy.image_processor, RunDirectory(config.run_dir).media_dir)
         if policy.image_processor
         else None
     )
@@ -40,7 +40,7 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
         kv_bytes=policy.kv_bytes(engine.max_running, engine.context),
         on_cpu=on_cpu,
         adapter_rank=adapters.rank if adapters else None,
-        media_dir=pictures.folder if pictures else None,
+        media_dir=images.folder if images else None,
         more=[*[GRAMMAR_ARGUMENT] * settings.follows_grammars, *settings.arguments],
     )
     sleep_level = 0 if on_cpu or adapters else settings.sleep_level
@@ -48,5 +48,5 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
     vocabularies = Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None
     keep_kv = engine.kv_on_update == "keep"
     return VllmEngine(
-        server, weight_loading, policy.vocab_size, engine.context, keep_kv, vocabularies, pictures
+        server, weight_loading, policy.vocab_size, engine.context, keep_kv, vocabularies, images
     )

@@ -38,7 +38,7 @@ def _check_torchvision() -> None:
         return
     if _find_packages(python, "vllm*.dist-info") and not _find_packages(python, "torchvision"):
         raise ValueError(
-            f"{python} has vLLM but no torchvision, which vLLM needs to prepare pictures: run `make vllm`"
+            f"{python} has vLLM but no torchvision, which vLLM needs to prepare images: run `make vllm`"
         )
 
 

@@ -166,7 +166,7 @@ class PolicyFolder:
         return self._tower
 
     def _write_processor(self, image_processor: ImageProcessorConfig) -> None:
-        """Write how pictures are resized so that none is that has a size of the sight."""
+        """Write how images are resized so that none is that has a size of the sight."""
         processor = load_json(read_bytes(join(self._start_dir, PREPROCESSOR_CONFIG)))
         size = {"shortest_edge": image_processor.min_pixels, "longest_edge": image_processor.max_pixels}
         other_settings = {

@@ -89,7 +89,7 @@ def make_arguments(
     """The server's arguments, without model and socket. An option that `more` repeats has the value
     that `more` gives it. The server computes in `dtype`, whatever its weights have: those of version 0 may
     have another than later ones. `adapter_rank`: that of the adapters that it is given; None: it is given
-    whole models. `media_dir`: folder of the pictures that it reads; None: the policy reads no pictures."""
+    whole models. `media_dir`: folder of the images that it reads; None: the policy reads no images."""
     options = {
         # else float32 weights are served as bfloat16
         "dtype": dtype,
@@ -109,7 +109,7 @@ def make_arguments(
         flags += ["enforce-eager", "no-enable-chunked-prefill"]
         if media_dir is not None:
             # by default as many placeholders are encoded in a step as tokens are computed, and where a cached
-            # prefix ends within pictures the prompt is split
+            # prefix ends within images the prompt is split
             options["max-num-batched-tokens"] = str(max_running * context_length)
     elif adapter_rank is None:
         flags += ["enable-sleep-mode"]

@@ -21,7 +21,7 @@ from sf_core.engines.drivers.driver import describe_error
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
-from sf_core.engines.vllm.images import Pictures
+from sf_core.engines.vllm.images import MultimodalRequests
 from sf_core.engines.vllm.server import EngineServer
 from sf_core.engines.vllm.turn import VllmTurn
 from sf_core.engines.vllm.weight_loading import WeightLoading
@@ -52,10 +52,10 @@ class VllmEngine:
         context_length: int,
         keep_kv: bool,
         vocabularies: Vocabularies | None,
-        pictures: Pictures | None,
+        images: MultimodalRequests | None,
     ) -> None:
         """`vocabularies` are what answers with grammars are made of; None: the server follows no grammars.
-        `pictures`: None: the policy does not see."""
+        `images`: None: the policy does not see."""
         self.loop = asyncio.new_event_loop()
         self.emit: Callable[[Event], None] = lambda event: None
         self._server = server
@@ -64,7 +64,7 @@ class VllmEngine:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._vocabularies = vocabularies
-        self._pictures = pictures
+        self._multimodal = images
         # one thread, because only one fetch at a time may use the copy of the weights
         self._fetch_executor = ThreadPoolExecutor(1, "fetch-weights")
         self._client: VllmClient | None = None
@@ -105,9 +105,9 @@ class VllmEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         # checked before the stream begins, because vLLM would report it in the middle of the stream
-        check_request(request, self._context_length, self._vocab_size, sees=self._pictures is not None)
-        if self._pictures is not None:
-            self._pictures.check(request)
+        check_request(request, self._context_length, self._vocab_size, sees=self._multimodal is not None)
+        if self._multimodal is not None:
+            self._multimodal.check(request)
         if request.request_id in self._turns:
             raise ValueError(f"request {request.request_id!r} is already running")
         if request.grammar:
@@ -233,7 +233,7 @@ class VllmEngine:
                 await client.wake_up("kv_cache")
                 await client.reset_prefix_cache()
                 self._is_asleep = False
-            if self._pictures is not None:
+            if self._multimodal is not None:
                 await client.reset_encoder_cache()
             if weights != self._wanted_weights:
                 # superseded by newer weights, or the engine was put to rest
@@ -268,10 +268,10 @@ class VllmEngine:
         label = self._weights_label
         reason = None
         try:
-            if self._pictures is None:
+            if self._multimodal is None:
                 pieces = client.generate(body)
             else:
-                pieces = self._pictures.generate(client, body, turn.request.pictures)
+                pieces = self._multimodal.generate(client, body, turn.request.images)
             async for delta in pieces:
                 if delta.labels - {label}:
                     raise EngineLostError(f"vLLM used weights {set(delta.labels)}; expected {label}")

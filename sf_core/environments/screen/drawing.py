@@ -1,4 +1,4 @@
-"""A screen of buttons: where they are, what a click does, and its picture. Knows no policy."""
+"""A screen of buttons: where they are, what a click does, and its image. Knows no policy."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Screen:
 
     def draw(self) -> bytes:
         """The screen as it is now, as PNG."""
-        picture = _wallpaper(len(self.rows[0]) * CELL, len(self.rows) * CELL).copy()
-        pen = ImageDraw.Draw(picture)
+        image = _wallpaper(len(self.rows[0]) * CELL, len(self.rows) * CELL).copy()
+        pen = ImageDraw.Draw(image)
         for (column, row), colour in self.buttons.items():
             left = column * CELL + MARGIN
             top = row * CELL + MARGIN
@@ -65,7 +65,7 @@ class Screen:
             fill = PRESSED if (column, row) in self._grey else COLOURS[colour]
             pen.rounded_rectangle((left, top, left + size, top + size), 4, fill)
         file = io.BytesIO()
-        picture.save(file, "PNG", compress_level=1)
+        image.save(file, "PNG", compress_level=1)
         return file.getvalue()
 
 
@@ -85,7 +85,7 @@ def centre(cell: Place) -> tuple[int, int]:
 
 
 def as_parts(texts: Iterable[str], png: bytes) -> list[dict[str, Any]]:
-    """Texts and a picture as OpenAI's chat API takes them."""
+    """Texts and an image as OpenAI's chat API takes them."""
     url = "data:image/png;base64," + base64.b64encode(png).decode()
     return [
         *({"type": "text", "text": text} for text in texts),

@@ -1,8 +1,8 @@
-"""Decoding of pictures from strangers in separate processes: a file of 100 kB can take a minute or a GiB.
+"""Decoding of images from strangers in separate processes: a file of 100 kB can take a minute or a GiB.
 
 This file is also the program of such a process. It reads from the connection that is its standard input: for
-each picture the limit of CPU time and the image processor, as JSON, and then the file. It answers with the
-size of the fitted picture, or with the reason why there is none, as JSON, and then with the fitted file.
+each image the limit of CPU time and the image processor, as JSON, and then the file. It answers with the
+size of the fitted image, or with the reason why there is none, as JSON, and then with the fitted file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ANSWER_S = 600.0
 """Timeout of an answer: the limit of CPU time never ends a process that gets no CPU."""
 
 _RETURNING_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""Environment in which glibc returns all memory of large pictures to the system."""
+"""Environment in which glibc returns all memory of large images to the system."""
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
@@ -40,11 +40,11 @@ _of_thread = threading.local()
 
 
 class SlowImageError(Exception):
-    """The picture needs more CPU time than it may take."""
+    """The image needs more CPU time than it may take."""
 
 
 class DecoderError(Exception):
-    """A decoder cannot be started, or ended, through no fault of a picture."""
+    """A decoder cannot be started, or ended, through no fault of an image."""
 
 
 def preprocess_isolated(
@@ -107,11 +107,11 @@ class _Decoder:
         status = -process.wait()
         if status == signal.SIGPROF:
             return SlowImageError(
-                f"the picture takes more than {cpu_s:g} s of CPU time to decode, which is the limit"
+                f"the image takes more than {cpu_s:g} s of CPU time to decode, which is the limit"
             )
         if status in _CRASHES:
             return UnusableImageError(
-                f"the picture cannot be decoded: {signal.Signals(status).name} in its decoder"
+                f"the image cannot be decoded: {signal.Signals(status).name} in its decoder"
             )
         return DecoderError(f"a decoder has ended with status {-status}")
 
@@ -126,7 +126,7 @@ def _answer(call: bytes, data: bytes) -> tuple[dict[str, int | str], bytes]:
         return {"refusal": str(error)}, b""
     except MemoryError:
         most = f"{MAX_MEMORY // 2**20} MiB"
-        return {"refusal": f"the picture takes more than {most} of memory to decode, which is the limit"}, b""
+        return {"refusal": f"the image takes more than {most} of memory to decode, which is the limit"}, b""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return {"height": preprocessed.height, "width": preprocessed.width}, preprocessed.png
@@ -135,7 +135,7 @@ def _answer(call: bytes, data: bytes) -> tuple[dict[str, int | str], bytes]:
 def _serve(connection: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # fit_picture refuses such pictures itself
+    # fit_picture refuses such images itself
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     # the parent has ended
     with suppress(EOFError, OSError):

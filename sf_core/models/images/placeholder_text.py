@@ -1,4 +1,4 @@
-"""Texts that contain the placeholder of pictures. The tokenizer would encode such a text as a picture that
+"""Texts that contain the placeholder of images. The tokenizer would encode such a text as an image that
 nobody sent, so a replacement character is put into the placeholder."""
 
 from __future__ import annotations

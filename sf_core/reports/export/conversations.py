@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from sf_core.dataplane.chat.messages import Message, list_pictures, text_of
+from sf_core.dataplane.chat.messages import Message, list_image_parts, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
 from storage import files
 from storage.json_files import load_json
@@ -127,7 +127,7 @@ def _conversation(
     turns = row["turns"]
     images = None
     if IMAGES.name in row:
-        images = [media_file(media, part["sha256"]) for part in list_pictures(messages)]
+        images = [media_file(media, part["sha256"]) for part in list_image_parts(messages)]
     # texts and parts would make columns of two types
     read = text_of if images is None else _parts_of
     messages = [message | {"content": read(message)} for message in messages]

@@ -26,7 +26,7 @@ from PIL import Image
 
 from sf_core.reports.html.session_list import SessionFacts, choose_extreme, list_sessions
 from sf_core.reports.sessions import SessionSet
-from storage.media import read_picture
+from storage.media import read_image
 from storage.tables.schema import NOT_SAMPLED, SEEING_SCHEMA, Trajectory
 from storage.tables.trajectories import to_rows
 
@@ -180,7 +180,7 @@ def _describe_branch(row: Trajectory, parent: str | None, shared: int, begin: in
 def make_thumbnail(media: str, sha256: str) -> str | None:
     """The image as a small data URL; None if its file is missing."""
     try:
-        image = Image.open(io.BytesIO(read_picture(media, sha256)))
+        image = Image.open(io.BytesIO(read_image(media, sha256)))
     except ValueError:
         return None
     image.thumbnail((THUMBNAIL, THUMBNAIL))

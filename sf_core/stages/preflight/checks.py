@@ -173,7 +173,7 @@ def images_fault(config: RunConfig, facts: Facts) -> str | None:
     most = config.rollout.max_picture_tokens
     if config.policy.sees and config.policy.model is not None:
         return "policy.sees applies only to the built-in policy: leave policy.sees out with policy.model"
-    if kind in MULTIMODAL_MODEL_TYPES and not engine_kind(config).shows_pictures:
+    if kind in MULTIMODAL_MODEL_TYPES and not engine_kind(config).supports_images:
         return (
             f"engine.kind {config.engine.kind} does not support images, but the policy, a {kind}, sees "
             "images: use engine.kind vllm"

@@ -77,7 +77,7 @@ class PolicySizes:
     tower: int
     """What each rank holds of the tower of a policy that sees; `rank` includes it."""
     features: int
-    """What a rank keeps of the features of pictures, at most; 0 for a policy that does not see."""
+    """What a rank keeps of the features of images, at most; 0 for a policy that does not see."""
     frozen: int
     """What each rank holds of the teacher and of the reference of `train.loss.kl`; `rank` includes it."""
     checkpoint: int
@@ -173,7 +173,7 @@ class PolicySizes:
         if self.adapter is not None:
             held = "the policy's weights, and the factors, their gradient and Adam's moments"
         beside = [
-            *[f"{gb(self.tower)} of the tower that reads pictures"] * (self.tower > 0),
+            *[f"{gb(self.tower)} of the tower that reads images"] * (self.tower > 0),
             *[f"{gb(self.frozen)} of models that are not trained"] * (self.frozen > 0),
         ]
         return f"{held}, with {' and '.join(beside)}" if beside else held
@@ -291,7 +291,7 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         f"{gb(sizes.peak())} at most"
     )
     activations = peak + _explain_long_rows(sizes) if sizes.activations else ""
-    features = f", and at most {gb(sizes.features)} for features of pictures" if sizes.features else ""
+    features = f", and at most {gb(sizes.features)} for features of images" if sizes.features else ""
     written = "an adapter" if sizes.adapter else "weights"
     warm = explain_warm_start(config, train.rate)
     return {

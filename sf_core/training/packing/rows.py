@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sf_core.models.images.placeholders import insert_image_ids
-from storage.media import PictureSpan
+from storage.media import ImageSpan
 from storage.tables.batches import select_training_rows
 from storage.tables.schema import NOT_SAMPLED
 from storage.tables.trajectories import images_of
@@ -26,7 +26,7 @@ class Row:
     """One trajectory; the arrays have one element per token."""
 
     token_ids: npt.NDArray[np.int32]
-    """Ids; a placeholder is replaced by the name of its picture, whose number is that in the batch."""
+    """Ids; a placeholder is replaced by the name of its image, whose number is that in the batch."""
     loss_mask: npt.NDArray[np.bool_]
     logprobs: npt.NDArray[np.float32]
     advantages: npt.NDArray[np.float32]
@@ -37,7 +37,7 @@ class Row:
     """Weight of each token in the loss."""
     group: str
     session: str
-    pictures: tuple[PictureSpan, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     """What the names among the tokens show, in order."""
     number: int = 0
     """Place in the batch."""
@@ -59,9 +59,9 @@ class Row:
         return int(trained[-1]) if trained.size else 0
 
     @property
-    def seen(self) -> list[PictureSpan]:
-        """The pictures among these tokens."""
-        return [picture for picture in self.pictures if picture.start < self.length]
+    def seen(self) -> list[ImageSpan]:
+        """The images among these tokens."""
+        return [image for image in self.images if image.start < self.length]
 
 
 def read_rows(batch: pa.Table) -> list[Row]:
@@ -80,14 +80,14 @@ def read_rows(batch: pa.Table) -> list[Row]:
         # all null where the train step makes them
         _split(batch, "weights", np.float32, 1.0),
     ]
-    pictures = images_of(batch)
-    distinct = dict.fromkeys(picture.sha256 for own in pictures for picture in own)
+    images = images_of(batch)
+    distinct = dict.fromkeys(image.sha256 for own in images for image in own)
     numbers = {sha256: number for number, sha256 in enumerate(distinct)}
     per_token[0] = [
         insert_image_ids(ids, own, numbers) if own else ids
-        for ids, own in zip(per_token[0], pictures, strict=True)
+        for ids, own in zip(per_token[0], images, strict=True)
     ]
-    per_row = [*(batch[name].to_pylist() for name in ("group_id", "session_id")), pictures]
+    per_row = [*(batch[name].to_pylist() for name in ("group_id", "session_id")), images]
     rows = [Row(*values) for values in zip(*per_token, *per_row, range(len(batch)), strict=True)]
     if any(row.loss_mask[:1].any() for row in rows):
         raise ValueError("a trajectory's first token is marked as sampled; expected a prompt before it")

@@ -14,7 +14,7 @@ import torch
 from sf_core.config.train_config import PackingRule
 from sf_core.models.images.mrope import mrope_positions
 from sf_core.training.packing.rows import SAMPLING, Row, common_prefix
-from storage.media import PictureSpan
+from storage.media import ImageSpan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,9 +23,9 @@ class Microbatch:
     once and goes through the network once. N distinct tokens remain; M tokens are trained."""
 
     token_ids: torch.Tensor
-    """[N] int64, tokens of the trie; below 0 where they show a picture."""
+    """[N] int64, tokens of the trie; below 0 where they show an image."""
     depths: torch.Tensor
-    """[N] position of each token in its row; [N, 3] if a row has a picture."""
+    """[N] position of each token in its row; [N, 3] if a row has an image."""
     grid: torch.Tensor
     """[R, T] index of each row's tokens in token_ids; arbitrary after a row's end, since causal attention
     does not look ahead."""
@@ -62,12 +62,12 @@ class Microbatch:
     """How the rows were chosen."""
     bound: int
     """Most tokens of a microbatch of several rows."""
-    pictures: tuple[PictureSpan, ...] = ()
-    """Each picture of the rows once."""
+    images: tuple[ImageSpan, ...] = ()
+    """Each image of the rows once."""
     shown: torch.Tensor | None = None
-    """[P] index in token_ids of each token that shows a picture; None without any."""
+    """[P] index in token_ids of each token that shows an image; None without any."""
     parts: torch.Tensor | None = None
-    """[P] what each of them shows, counted through all tokens of `pictures`."""
+    """[P] what each of them shows, counted through all tokens of `images`."""
     features: torch.Tensor | None = None
     """[P, width] what the network reads in the place of their embeddings."""
 
@@ -178,24 +178,24 @@ def _make_grid(rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], list[int]]:
 def _find_shown(rows: Sequence[Row], own: Sequence[npt.NDArray[np.int64]]) -> dict[str, Any]:
     """The fields of a microbatch that tell what its tokens show. `own`: of each row, the tokens that no row
     before has."""
-    pictures: dict[str, PictureSpan] = {}
+    images: dict[str, ImageSpan] = {}
     for row in rows:
-        pictures.update((picture.sha256, picture) for picture in row.seen)
+        images.update((image.sha256, image) for image in row.seen)
     first_parts: dict[str, int] = {}
     num_parts = 0
-    for sha256, picture in pictures.items():
+    for sha256, image in images.items():
         first_parts[sha256] = num_parts
-        num_parts += picture.length
+        num_parts += image.length
     own_parts = []
     for row, indices in zip(rows, own, strict=True):
         part_of_token = np.full(row.token_ids.size, -1)
-        for picture in row.seen:
-            span = slice(picture.start, picture.start + picture.length)
-            part_of_token[span] = first_parts[picture.sha256] + np.arange(picture.length)
+        for image in row.seen:
+            span = slice(image.start, image.start + image.length)
+            part_of_token[span] = first_parts[image.sha256] + np.arange(image.length)
         own_parts.append(part_of_token[indices])
     parts = torch.from_numpy(np.concatenate(own_parts))
     (shown,) = torch.nonzero(parts >= 0, as_tuple=True)
-    return {"pictures": tuple(pictures.values()), "shown": shown, "parts": parts[shown]}
+    return {"images": tuple(images.values()), "shown": shown, "parts": parts[shown]}
 
 
 def _or_full(values: npt.NDArray[np.float32] | None, row: Row, default: float) -> npt.NDArray[np.float32]:

@@ -59,7 +59,7 @@ class TorchBackend:
     ) -> TrainedModel:
         """The model that these ranks train from the weights of a Hugging Face folder. `values`: a critic,
         which gives the value of each trained token in the place of its log-prob. `adapter`: the folder of
-        one that is trained while the weights stay. `tower`: what shows pictures to the model."""
+        one that is trained while the weights stay. `tower`: what shows images to the model."""
         return TorchModel(
             model_dir,
             ranks,

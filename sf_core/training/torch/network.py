@@ -56,7 +56,7 @@ class Network:
         """`recompute`: a backward pass computes each block again instead of keeping what was within it.
         `values`: a linear function of what the head is given, at first 0, takes the place of log-probs.
         `adapter`: the folder of one, whose factors alone are trained, in float32. `dtype`: that of the other
-        weights; auto: the one that they are stored in. `tower`: what shows pictures to it. Raises ValueError,
+        weights; auto: the one that they are stored in. `tower`: what shows images to it. Raises ValueError,
         one sentence, if the head of the model is given no hidden states, or if only the package peft can
         train an adapter of it and is missing."""
         # the model stays in evaluation mode: dropout would make these log-probs differ from the engine's

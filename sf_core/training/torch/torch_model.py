@@ -101,7 +101,7 @@ class FrozenModel(_NetworkModel):
         tower: Tower | None = None,
     ) -> None:
         """`dtype`: that of weights and computing; auto: the one that the folder has. `tower`: what shows
-        pictures to it."""
+        images to it."""
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         super().__init__(Network(model_dir, device, adapter=adapter, dtype=kind, tower=tower), ranks)
         if adapter is None:
@@ -151,7 +151,7 @@ class TorchModel(_NetworkModel):
         tower: Tower | None = None,
     ) -> None:
         """`dtype`: that of computing; what is trained and its moments are in float32. `values`: it gives
-        values for log-probs. `adapter`: folder of the adapter that is trained. `tower`: what shows pictures
+        values for log-probs. `adapter`: folder of the adapter that is trained. `tower`: what shows images
         to it."""
         self._dtype: torch.dtype = getattr(torch, dtype)
         kind = torch.float32 if adapter is None else self._dtype

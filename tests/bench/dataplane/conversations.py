@@ -37,13 +37,13 @@ from sf_core.dataplane.sessions.turn_events import (
     read_turn_event,
 )
 from sf_core.engines.scripted import scripted_logprob
-from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan, Sampling
+from sf_core.types import Chunk, FinishReason, GenerationRequest, ImageSpan, Sampling
 from storage.tables.schema import NOT_SAMPLED, Trajectory
 from tests.bench.dataplane.specs import make_tool
 
 TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = ("qwen3", "llama3", "chatml")
-"""Folders of templates that show no pictures."""
+"""Folders of templates that show no images."""
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 _SPECIAL = {
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -168,12 +168,12 @@ class Record:
         self.turns.append((asked, turn))
         return turn
 
-    def read(self, prompt: Prompt) -> tuple[list[int], list[PictureSpan]]:
-        """The ids of a prompt as an engine gets them, and its pictures."""
+    def read(self, prompt: Prompt) -> tuple[list[int], list[ImageSpan]]:
+        """The ids of a prompt as an engine gets them, and its images."""
         named = prompt.full_ids()
         if self.renderer.image_processor is None:
             return named.tolist(), []
-        ids, spans = self.session.pictures.read(np.frombuffer(named, np.int32), self.renderer.image_processor)
+        ids, spans = self.session.images.read(np.frombuffer(named, np.int32), self.renderer.image_processor)
         return ids.tolist(), spans
 
     def replayed(self) -> Session:

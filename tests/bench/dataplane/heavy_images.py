@@ -1,4 +1,4 @@
-"""Small files of pictures that take much CPU time or memory to decode."""
+"""Small files of images that take much CPU time or memory to decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures as clients of each dialect send them."""
+"""Images as clients of each dialect send them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ADDRESS = "https://example.com/a.png"
 
 
 def png(color: Any = "red", size: tuple[int, int] = (56, 28), mode: str = "RGB", kind: str = "PNG") -> bytes:
-    """The file of a picture of this colour, width and height."""
+    """The file of an image of this colour, width and height."""
     file = io.BytesIO()
     Image.new(mode, size, color).save(file, kind)
     return file.getvalue()
 
 
-def encoded(picture: bytes) -> str:
-    return b64encode(picture).decode()
+def encoded(image: bytes) -> str:
+    return b64encode(image).decode()
 
 
 def url_of(data: str) -> str:
@@ -31,7 +31,7 @@ def url_of(data: str) -> str:
 
 
 def show_in_chat(data: str = "", url: str | None = None) -> list[Fields]:
-    """A user's message, and a tool's result, that show this picture."""
+    """A user's message, and a tool's result, that show this image."""
     parts = [LOOK, {"type": "image_url", "image_url": {"url": url_of(data) if url is None else url}}]
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}

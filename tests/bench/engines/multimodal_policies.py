@@ -26,14 +26,14 @@ from sf_core.models.images.processor_config import (
 )
 from sf_core.models.language import TOWER
 from sf_core.training.policy_folder import read_model_config
-from sf_core.types import PictureSpan, Sampling, WeightsRef
-from storage.media import read_picture, store_picture
+from sf_core.types import ImageSpan, Sampling, WeightsRef
+from storage.media import read_image, store_image
 from storage.tensors.weights import FILE_NAME, save_weights
 from tests.bench.engines.scored import score_drawn
 
 
 class SeeingPolicies:
-    """Policies of one run, with its pictures."""
+    """Policies of one run, with its images."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -64,30 +64,30 @@ class SeeingPolicies:
             save_file(self._change(version), folder / FILE_NAME, {"format": "pt"})
         return str(folder)
 
-    def draw(self, rng: random.Random) -> PictureSpan:
-        """A stored picture of a size that the policy sees; its `start` is 0."""
+    def draw(self, rng: random.Random) -> ImageSpan:
+        """A stored image of a size that the policy sees; its `start` is 0."""
         height, width = self.image_processor.smart_resize(rng.randrange(20, 200), rng.randrange(20, 200))
-        picture = Image.new("RGB", (width, height), "white")
+        image = Image.new("RGB", (width, height), "white")
         corner = rng.randrange(width // 2), rng.randrange(height // 2)
         colour = tuple(rng.randrange(256) for _ in range(3))
-        ImageDraw.Draw(picture).rectangle([*corner, width - 5, height - 9], fill=colour)
+        ImageDraw.Draw(image).rectangle([*corner, width - 5, height - 9], fill=colour)
         file = io.BytesIO()
-        picture.save(file, "PNG")
-        sha256 = store_picture(self.media_dir, file.getvalue())
-        return PictureSpan(sha256, 0, self.image_processor.count_tokens(height, width), height, width)
+        image.save(file, "PNG")
+        sha256 = store_image(self.media_dir, file.getvalue())
+        return ImageSpan(sha256, 0, self.image_processor.count_tokens(height, width), height, width)
 
     def logprobs(
         self,
         folder: str,
         ids: Sequence[int],
-        pictures: Sequence[PictureSpan],
+        images: Sequence[ImageSpan],
         start: int,
         sampling: Sampling,
     ) -> npt.NDArray[np.float32]:
         """Log-probs of ids[start:] by the model in the folder, under the distribution that is drawn from."""
         model = _loaded(folder)
         processor = Qwen2VLImageProcessorPil.from_pretrained(self.start_dir)
-        shown = [Image.open(io.BytesIO(read_picture(self.media_dir, picture.sha256))) for picture in pictures]
+        shown = [Image.open(io.BytesIO(read_image(self.media_dir, image.sha256))) for image in images]
         seen = processor(shown, return_tensors="pt") if shown else {}
         whole = torch.tensor([[*ids]])
         kinds = {"mm_token_type_ids": (whole == self.image_processor.token_id).int()} if shown else {}
@@ -106,17 +106,17 @@ class SeeingPolicies:
         return tensors
 
 
-def place_pictures(
-    parts: Sequence[int | PictureSpan], image_processor: ImageProcessorConfig
-) -> tuple[list[int], tuple[PictureSpan, ...]]:
-    """The ids of a prompt, and its pictures, from single ids and pictures in order."""
+def place_images(
+    parts: Sequence[int | ImageSpan], image_processor: ImageProcessorConfig
+) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    """The ids of a prompt, and its images, from single ids and images in order."""
     ids: list[int] = []
-    spans: list[PictureSpan] = []
+    spans: list[ImageSpan] = []
     for part in parts:
         if isinstance(part, int):
             ids.append(part)
         else:
-            spans.append(PictureSpan(part.sha256, len(ids), part.length, part.height, part.width))
+            spans.append(ImageSpan(part.sha256, len(ids), part.length, part.height, part.width))
             ids += [image_processor.token_id] * part.length
     return ids, tuple(spans)
 

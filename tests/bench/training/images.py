@@ -1,4 +1,4 @@
-"""Batches of conversations with pictures, and what transformers makes of them row by row."""
+"""Batches of conversations with images, and what transformers makes of them row by row."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
 from sf_core.models.images.processor_config import ImageProcessorConfig, read_image_processor
-from sf_core.types import PictureSpan
-from storage.media import read_picture, store_picture
+from sf_core.types import ImageSpan
+from storage.media import read_image, store_image
 from storage.tables.schema import IMAGES
 from storage.tables.trajectories import images_of
 from tests.bench.training.batches import make_batch
 
 SIZES = ((56, 56), (28, 112), (84, 56), (112, 84))
-"""Heights and widths of pictures, as the policy sees them."""
+"""Heights and widths of images, as the policy sees them."""
 
 Part = int | str
-"""Of a prompt: so many random tokens, or the picture of this name."""
+"""Of a prompt: so many random tokens, or the image of this name."""
 
 
 def seeing_policy(folder: str) -> str:
@@ -43,12 +43,12 @@ def seeing_policy(folder: str) -> str:
 
 
 def store_named(media: str, name: str) -> tuple[str, int, int]:
-    """The sha256, height and width of the picture of this name, which is a number."""
+    """The sha256, height and width of the image of this name, which is a number."""
     height, width = SIZES[int(name) % len(SIZES)]
     pixels = np.random.default_rng(int(name)).integers(256, size=(height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
-    return store_picture(media, file.getvalue()), height, width
+    return store_image(media, file.getvalue()), height, width
 
 
 def seeing_batch(
@@ -61,7 +61,7 @@ def seeing_batch(
     made = [_row(image_processor, media, turns, number) for number, turns in enumerate(rows)]
     batch = make_batch([(ids, mask) for ids, mask, _ in made], logprob=-4.0, **choices)
     images = [
-        [{name: getattr(span, name) for name in PictureSpan.__struct_fields__} for span in spans]
+        [{name: getattr(span, name) for name in ImageSpan.__struct_fields__} for span in spans]
         for _, _, spans in made
     ]
     return batch.append_column(IMAGES, pa.array(images, IMAGES.type))
@@ -72,7 +72,7 @@ def _row(
     media: str,
     turns: Sequence[tuple[Sequence[Part], int]],
     number: int,
-) -> tuple[list[int], list[bool], list[PictureSpan]]:
+) -> tuple[list[int], list[bool], list[ImageSpan]]:
     ids: list[int] = []
     mask: list[bool] = []
     spans = []
@@ -84,7 +84,7 @@ def _row(
                 continue
             sha256, height, width = store_named(media, part)
             spans.append(
-                PictureSpan(sha256, len(ids), image_processor.count_tokens(height, width), height, width)
+                ImageSpan(sha256, len(ids), image_processor.count_tokens(height, width), height, width)
             )
             ids += [image_processor.token_id] * spans[-1].length
         mask += [False] * (len(ids) - len(mask)) + [True] * length
@@ -113,7 +113,7 @@ def predict(model: Any, folder: str, media: str, batch: pa.Table) -> list[torch.
         x = inner.get_input_embeddings()(ids)
         seen = {}
         if spans:
-            files = [Image.open(io.BytesIO(read_picture(media, span.sha256))) for span in spans]
+            files = [Image.open(io.BytesIO(read_image(media, span.sha256))) for span in spans]
             read = processor(files, return_tensors="pt")
             assert read["image_grid_thw"][:, 1:].tolist() == [[s.height // 14, s.width // 14] for s in spans]
             with torch.no_grad():

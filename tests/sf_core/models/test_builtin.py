@@ -12,11 +12,11 @@ from sf_core.models.builtin import (
     CALL_END,
     CALL_START,
     CHARACTERS,
-    FILM,
-    MAX_PICTURE,
+    IMAGE_PAD,
+    MAX_IMAGE_TOKENS,
     PHRASES,
-    PICTURE,
     TURN_END,
+    VIDEO_PAD,
     make_policy,
     make_tokenizer,
 )
@@ -139,28 +139,28 @@ def test_a_policy_that_sees_loads_with_the_auto_classes(seeing_policy: Path) -> 
     model = AutoModelForImageTextToText.from_pretrained(seeing_policy)
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id
     assert model.config.text_config.vocab_size == len(tokenizer)
-    ids = tokenizer.convert_tokens_to_ids([PICTURE, FILM])
+    ids = tokenizer.convert_tokens_to_ids([IMAGE_PAD, VIDEO_PAD])
     assert ids == [model.config.image_token_id, model.config.video_token_id]
     assert read_image_processor(str(seeing_policy)) == ImageProcessorConfig(
-        ids[0], 28, 4 * 28**2, MAX_PICTURE * 28**2
+        ids[0], 28, 4 * 28**2, MAX_IMAGE_TOKENS * 28**2
     )
 
 
 def test_a_text_policy_has_no_image_placeholder(builtin_policy: Path) -> None:
     assert read_image_processor(str(builtin_policy)) is None
-    assert PICTURE not in TOKENIZER.get_vocab()
+    assert IMAGE_PAD not in TOKENIZER.get_vocab()
 
 
 @pytest.mark.parametrize("tools", [None, [CALCULATOR.schema]])
-def test_pictures_are_shown_where_they_stand(tools: list[object] | None) -> None:
-    picture = {"type": "image", "sha256": "0" * 64, "width": 56, "height": 56}
+def test_images_are_shown_where_they_stand(tools: list[object] | None) -> None:
+    image = {"type": "image", "sha256": "0" * 64, "width": 56, "height": 56}
     seeing = make_tokenizer(sees=True)
     marks = "<|vision_start|><|image_pad|><|vision_end|>"
     text = seeing.apply_chat_template(
         [
-            {"role": "user", "content": [{"type": "text", "text": "Look: "}, picture, picture]},
+            {"role": "user", "content": [{"type": "text", "text": "Look: "}, image, image]},
             *CONVERSATION[2:3],
-            {"role": "tool", "tool_call_id": "call_0", "content": [picture]},
+            {"role": "tool", "tool_call_id": "call_0", "content": [image]},
         ],
         tools=tools,
         tokenize=False,

@@ -15,7 +15,7 @@ from datasets import load_dataset
 
 from sf_core.reports.export.export import export
 from storage import files
-from storage.media import PictureSpan
+from storage.media import ImageSpan
 from storage.run_directory import RunDirectory
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import write_trajectories
@@ -346,25 +346,25 @@ def test_texts_of_one_message_are_joined_and_large_integers_stay(tmp_path: Path)
         )
 
 
-def seen_run(tmp_path: Path, said: str = "press") -> tuple[RunDirectory, list[str]]:
-    """A run of a policy that sees: a picture in the prompt and another in a tool result."""
+def run_with_images(tmp_path: Path, said: str = "press") -> tuple[RunDirectory, list[str]]:
+    """A run of a policy that sees: an image in the prompt and another in a tool result."""
     run = RunDirectory(str(tmp_path / "run-1"))
     runs.configure(run)
     shown = [{"type": "image", "sha256": letter * 64, "width": 56, "height": 56} for letter in "ab"]
     asked = {"role": "user", "content": [{"type": "text", "text": said}, shown[0]]}
     pressed = {"role": "assistant", "content": "", "tool_calls": [call(0, at="1,2")]}
     result = {"role": "tool", "content": [shown[1]], "tool_call_id": "call_0"}
-    spans = [PictureSpan(part["sha256"], at, 1, 56, 56) for part, at in zip(shown, (0, 2), strict=True)]
+    spans = [ImageSpan(part["sha256"], at, 1, 56, 56) for part, at in zip(shown, (0, 2), strict=True)]
     runs.sample(run, 0, [runs.conversation([asked, pressed, result, ANSWER], images=spans)])
     return run, [f"{run.media_dir}/{letter * 64}.png" for letter in "ab"]
 
 
-def test_pictures_are_parts_and_files_in_trl(tmp_path: Path) -> None:
-    run, pictures = seen_run(tmp_path)
+def test_images_are_parts_and_files_in_trl(tmp_path: Path) -> None:
+    run, images = run_with_images(tmp_path)
     out = tmp_path / "out.jsonl"
     export(run.uri, "trl", str(out))
     (row,) = lines(out)
-    assert row["images"] == pictures
+    assert row["images"] == images
     image = {"type": "image", "text": None}
     text = {"type": "text", "text": "press"}
     assert row["prompt"] == [{"role": "user", "content": [text, image]}]
@@ -377,32 +377,32 @@ def test_pictures_are_parts_and_files_in_trl(tmp_path: Path) -> None:
     assert without_nulls(loaded.to_list()) == without_nulls([row])
 
 
-def test_pictures_are_marked_in_the_texts_of_verl_and_sharegpt(tmp_path: Path) -> None:
-    run, pictures = seen_run(tmp_path)
+def test_images_are_marked_in_the_texts_of_verl_and_sharegpt(tmp_path: Path) -> None:
+    run, images = run_with_images(tmp_path)
     export(run.uri, "verl", str(tmp_path / "out.parquet"))
     (row,) = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    assert row["images"] == [{"image": file} for file in pictures]
+    assert row["images"] == [{"image": file} for file in images]
     assert [message["content"] for message in row["messages"]] == ["press<image>", "", "<image>", "4 and 6"]
     export(run.uri, "sharegpt", str(tmp_path / "out.jsonl"))
     (row,) = lines(tmp_path / "out.jsonl")
-    assert row["images"] == pictures
+    assert row["images"] == images
     assert [turn["value"] for turn in row["conversations"][::2]] == ["press<image>", "<image>"]
 
 
 @pytest.mark.parametrize(("to", "name"), [("verl", "out.parquet"), ("sharegpt", "out.jsonl")])
-def test_texts_that_spell_the_mark_of_pictures_are_left_out(tmp_path: Path, to: str, name: str) -> None:
-    run, _ = seen_run(tmp_path, "what is an <image>?")
+def test_texts_that_spell_the_mark_of_images_are_left_out(tmp_path: Path, to: str, name: str) -> None:
+    run, _ = run_with_images(tmp_path, "what is an <image>?")
     assert export(run.uri, to, str(tmp_path / name)).left_out == {"a text contains <image>": 1}
 
 
-def test_pictures_are_parts_with_files_in_atif(tmp_path: Path) -> None:
-    run, pictures = seen_run(tmp_path)
+def test_images_are_parts_with_files_in_atif(tmp_path: Path) -> None:
+    run, images = run_with_images(tmp_path)
     export(run.uri, "atif", str(tmp_path / "out"))
     (file,) = (tmp_path / "out").iterdir()
     first, second, third = json.loads(file.read_text(encoding="utf-8"))["steps"]
-    assert first["message"] == [{"type": "text", "text": "press"}, image_of(pictures[0])]
+    assert first["message"] == [{"type": "text", "text": "press"}, image_of(images[0])]
     assert second["message"] == "" and third["message"] == "4 and 6"
-    assert second["observation"]["results"][0]["content"] == [image_of(pictures[1])]
+    assert second["observation"]["results"][0]["content"] == [image_of(images[1])]
 
 
 def image_of(file: str) -> dict[str, Any]:

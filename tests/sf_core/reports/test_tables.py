@@ -13,7 +13,7 @@ from sf_core.models.images.processor_config import read_image_processor
 from sf_core.reports.tables import inspect_run, inspect_session
 from sf_core.reports.view import RunView
 from storage import files
-from storage.media import PictureSpan, media_file
+from storage.media import ImageSpan, media_file
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.schema import NOT_SAMPLED, TurnSpan
 from storage.tables.trajectories import write_trajectories
@@ -238,17 +238,17 @@ def test_a_committed_file_that_is_gone_is_named(recorded_run: RunDirectory) -> N
         inspect_run(recorded_run.uri)
 
 
-def test_a_session_names_the_pictures_that_were_seen(recorded_run: RunDirectory, tmp_path: Path) -> None:
+def test_a_session_names_the_images_that_were_seen(recorded_run: RunDirectory, tmp_path: Path) -> None:
     policy = PolicyConfig(sees=True, hidden_size=32, num_layers=1)
     make_policy(str(tmp_path / "policy"), policy, seed=0)
     files.copy_folder(str(tmp_path / "policy"), recorded_run.start_dir)
     placeholder = read_image_processor(recorded_run.start_dir).token_id
     ids = np.array([5, placeholder, placeholder, placeholder, placeholder, 6], np.int32)
-    images = [PictureSpan("a" * 64, 1, 4, 56, 56)]
+    images = [ImageSpan("a" * 64, 1, 4, 56, 56)]
     row = tables.trajectory("run-1.open.1", [*tables.GIVEN, 0], token_ids=ids, images=images)
     write_trajectories(recorded_run, 0, [row], "part", "opened", sees=True)
     text = tables.shown(inspect_session(recorded_run.uri, "run-1.open.1"))
-    assert "what was seen" in text and "[picture]" in text and "image_pad" not in text
+    assert "what was seen" in text and "[image]" in text and "image_pad" not in text
     assert "1-5     56 by 56" in text
     folded = re.sub(r"\s+", "", text)
     assert media_file(recorded_run.media_dir, "a" * 64) in folded

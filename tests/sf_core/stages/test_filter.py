@@ -26,7 +26,7 @@ from sf_core.stages.filter import filter, lag_histogram
 from sf_core.stages.rollout import rollout
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.stored_steps import read_stored_batch
-from storage.media import PictureSpan, media_file, store_picture
+from storage.media import ImageSpan, media_file, store_image
 from storage.run_directory import RunDirectory
 from storage.tables.batches import read_batch, select_training_rows
 from storage.tables.parquet import numpy_rows
@@ -234,11 +234,11 @@ def answered(group: int, place: int, reward: float, version: int = 0, **changes:
     return runs.conversation(said, reward=reward, policy_versions=versions, **names | changes)
 
 
-def test_a_session_of_which_a_picture_is_lost_does_not_train_and_is_named(tmp_path: Path) -> None:
+def test_a_session_of_which_an_image_is_lost_does_not_train_and_is_named(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run"))
-    whole, broken = (store_picture(run.media_dir, name) for name in (b"whole", b"broken"))
+    whole, broken = (store_image(run.media_dir, name) for name in (b"whole", b"broken"))
     Path(media_file(run.media_dir, broken)).write_bytes(b"other")
-    spans = [PictureSpan(sha256, 0, 1, 28, 28) for sha256 in (whole, broken, "0" * 64)]
+    spans = [ImageSpan(sha256, 0, 1, 28, 28) for sha256 in (whole, broken, "0" * 64)]
     rows = [answered(0, place, place % 2, images=(span,)) for place, span in enumerate(spans)]
     rows += [answered(0, 3, 1.0), answered(0, 1, 1.0, branch_id="1")]
     batch, found = filtered(run, rows)
@@ -246,13 +246,13 @@ def test_a_session_of_which_a_picture_is_lost_does_not_train_and_is_named(tmp_pa
     assert [advantages.any() for advantages in numpy_rows(batch["advantages"])] == [1, 0, 0, 1, 0]
     assert found["lost_pictures"] == {
         "g0.1": f"{media_file(run.media_dir, broken)} does not have the SHA-256 in its name",
-        "g0.2": f"{media_file(run.media_dir, '0' * 64)} is missing, but a trajectory contains this picture",
+        "g0.2": f"{media_file(run.media_dir, '0' * 64)} is missing, but a trajectory contains this image",
     }
     assert images_of(batch)[:4] == [*((span,) for span in spans), ()]
 
 
-def test_a_batch_of_which_all_pictures_are_lost_is_refused(tmp_path: Path) -> None:
-    span = PictureSpan("0" * 64, 0, 1, 28, 28)
+def test_a_batch_of_which_all_images_are_lost_is_refused(tmp_path: Path) -> None:
+    span = ImageSpan("0" * 64, 0, 1, 28, 28)
     rows = [answered(0, place, place, images=(span,)) for place in range(2)]
     with pytest.raises(
         ValueError, match=r"no session of iteration 1 can be trained on: .*0\.png is missing, but a"

@@ -24,7 +24,7 @@ from sf_core.stages.retention import (
 )
 from storage import files
 from storage.attempts import Attempt
-from storage.media import PictureSpan, media_file, store_picture
+from storage.media import ImageSpan, media_file, store_image
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.trajectories import write_trajectories
 from tests import bench
@@ -260,14 +260,14 @@ def test_the_journal_goes_only_from_a_finished_run(root: Path) -> None:
     assert "journal" not in names(finished)
 
 
-def test_pictures_that_nobody_was_shown_go_from_a_finished_run(root: Path) -> None:
+def test_images_that_nobody_was_shown_go_from_a_finished_run(root: Path) -> None:
     going = make(root, "a", 3)
     finished = make(root, "b", 4)
     for run in (going, finished):
-        seen = store_picture(run.media_dir, b"seen")
-        _ = store_picture(run.media_dir, b"unseen")
+        seen = store_image(run.media_dir, b"seen")
+        _ = store_image(run.media_dir, b"unseen")
         row = bench.reports.tables.trajectory(
-            "s", [-1, -1, 0], images=[PictureSpan(seen, 0, 2, 28, 56)], turns=[]
+            "s", [-1, -1, 0], images=[ImageSpan(seen, 0, 2, 28, 56)], turns=[]
         )
         write_trajectories(run, 7, [row], "part", "evaluations", sees=True)
     unseen = hashlib.sha256(b"unseen").hexdigest()
@@ -277,9 +277,9 @@ def test_pictures_that_nobody_was_shown_go_from_a_finished_run(root: Path) -> No
     assert files.list_files(finished.media_dir) == [media_file(finished.media_dir, seen)]
 
 
-def test_pictures_of_a_run_that_a_data_plane_knows_stay(root: Path) -> None:
+def test_images_of_a_run_that_a_data_plane_knows_stay(root: Path) -> None:
     finished = make(root, "a", 4)
-    store_picture(finished.media_dir, b"unseen")
+    store_image(finished.media_dir, b"unseen")
     with bench.reports.cleanup.served(root, "a") as (url, _):
         finished.begin_attempt(Attempt(dataplane=url, host=socket.gethostname()))
         assert not any("media" in name for name in names(finished))

@@ -20,7 +20,7 @@ def test_engines_that_agree_with_the_trainer_pass(difference: float) -> None:
 def test_engines_that_serve_other_weights_end_the_step() -> None:
     reason = (
         r"^engines and trainer disagree on version 3: the log-probs of its tokens differ by 4\.3 on average, "
-        r"but train\.max_engine_difference is 0\.1; check that engines use the weights, dtype and pictures"
+        r"but train\.max_engine_difference is 0\.1; check that engines use the weights, dtype and images"
     )
     with pytest.raises(ValueError, match=reason):
         check_engines(RunConfig(), 3, compared(4.3))

@@ -13,7 +13,7 @@ from sf_core.models.images.processor_config import read_image_processor
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.warmstart import MOST_STEPS, _write_demonstrations, configure_warmstart
 from storage.files import list_files
-from storage.media import media_file, read_picture
+from storage.media import media_file, read_image
 from storage.run_directory import RunDirectory
 from storage.tables.batches import read_batch
 from storage.tables.trajectories import images_of
@@ -50,7 +50,7 @@ def test_the_learning_rate_is_five_times_that_of_the_run_unless_it_is_named() ->
     assert configure_warmstart(warmed(RunConfig(), 2, rate=1e-3), 1).train.learning_rate == 1e-3
 
 
-def test_demonstrations_with_pictures_are_stored_once_and_named(tmp_path: Path) -> None:
+def test_demonstrations_with_images_are_stored_once_and_named(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run"))
     shape = {"hidden_size": 32, "num_layers": 1}
     make_policy(run.start_dir, PolicyConfig(sees=True, **shape), seed=0)
@@ -63,7 +63,7 @@ def test_demonstrations_with_pictures_are_stored_once_and_named(tmp_path: Path) 
     spans = [span for row in images_of(batch) for span in row]
     assert written.data == {"rows": 3} and [len(row) for row in images_of(batch)] == [2] * 3
     assert {media_file(run.media_dir, span.sha256) for span in spans} == {*list_files(run.media_dir)}
-    assert all(read_picture(run.media_dir, span.sha256) for span in spans)
+    assert all(read_image(run.media_dir, span.sha256) for span in spans)
     placeholder = read_image_processor(run.start_dir).token_id
     for ids, row in zip(batch["token_ids"].to_pylist(), images_of(batch), strict=True):
         shown = [at for span in row for at in range(span.start, span.start + span.length)]

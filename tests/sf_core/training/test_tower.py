@@ -1,4 +1,4 @@
-"""What a network that sees makes of trajectories with pictures, compared with transformers row by row."""
+"""What a network that sees makes of trajectories with images, compared with transformers row by row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.bench.properties import examples
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return training.pictures.seeing_policy(str(tmp_path_factory.mktemp("policy")))
+    return training.images.seeing_policy(str(tmp_path_factory.mktemp("policy")))
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,14 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 PARTS = st.lists(st.integers(1, 5) | st.sampled_from("012345"), min_size=1, max_size=3).map(
-    # as in a template, text is between two pictures
+    # as in a template, text is between two images
     lambda parts: [2, *(piece for part in parts for piece in (part, 1))]
 )
 NO_SHRINK = [Phase.explicit, Phase.generate]
 """A network is loaded for each example."""
 
 ROWS = st.lists(st.lists(st.tuples(PARTS, st.integers(1, 4)), min_size=1, max_size=2), min_size=1, max_size=3)
-"""Rows of one or two turns, each with up to three pictures."""
+"""Rows of one or two turns, each with up to three images."""
 
 
 @settings(
@@ -56,15 +56,15 @@ ROWS = st.lists(st.lists(st.tuples(PARTS, st.integers(1, 4)), min_size=1, max_si
 )
 @given(rows=ROWS, data=st.data())
 def test_scores_and_gradients_are_those_of_every_row_by_itself(
-    policy: str, media: str, rows: list[list[tuple[list[training.pictures.Part], int]]], data: st.DataObject
+    policy: str, media: str, rows: list[list[tuple[list[training.images.Part], int]]], data: st.DataObject
 ) -> None:
-    # others fork from them: with the same pictures, or with another one in the place of the first
+    # others fork from them: with the same images, or with another one in the place of the first
     other = data.draw(st.sampled_from("012345"))
     forks = [[(_other(parts, other), sampled) for parts, sampled in turns] for turns in rows]
-    batch = training.pictures.seeing_batch(policy, media, [*rows, *rows, *forks])
+    batch = training.images.seeing_batch(policy, media, [*rows, *rows, *forks])
     network = Network(policy, tower=Tower(policy, media))
-    reference = training.pictures.loaded(policy)
-    wanted = training.pictures.seen_by_transformers(reference, policy, media, batch)
+    reference = training.images.loaded(policy)
+    wanted = training.images.seen_by_transformers(reference, policy, media, batch)
     advantages = torch.tensor([row[0] for row in batch["advantages"].to_pylist()])
     sum((own.sum() * by for own, by in zip(wanted, advantages, strict=True)), torch.tensor(0.0)).backward()
     for microbatch in pack(read_rows(batch), Packing(data.draw(st.sampled_from([1 << 20, 60])))):
@@ -80,24 +80,24 @@ def test_scores_and_gradients_are_those_of_every_row_by_itself(
     )
 
 
-def _other(parts: list[training.pictures.Part], name: str) -> list[training.pictures.Part]:
+def _other(parts: list[training.images.Part], name: str) -> list[training.images.Part]:
     at = next((place for place, part in enumerate(parts) if isinstance(part, str)), None)
     return [name if place == at else part for place, part in enumerate(parts)]
 
 
-def test_a_prefix_is_shared_up_to_the_first_picture_that_differs(policy: str, media: str) -> None:
-    """Pictures 0 and 4 have one size, so that prompts with them have the same ids."""
+def test_a_prefix_is_shared_up_to_the_first_image_that_differs(policy: str, media: str) -> None:
+    """Images 0 and 4 have one size, so that prompts with them have the same ids."""
     same, other = ([([3, name, 2], 4)] for name in "04")
     for second, shared in ((same, 3 + 4 + 2), (other, 3)):
-        batch = training.pictures.seeing_batch(policy, media, [same, second])
+        batch = training.images.seeing_batch(policy, media, [same, second])
         assert batch["token_ids"][0].as_py()[:9] == batch["token_ids"][1].as_py()[:9]
         (microbatch,) = pack(read_rows(batch), Packing(1 << 20))
         assert len(microbatch.token_ids) == 2 * (3 + 4 + 2 + 3) - shared
 
 
-def test_rows_without_pictures_are_as_those_of_a_policy_that_does_not_see(policy: str, media: str) -> None:
+def test_rows_without_images_are_as_those_of_a_policy_that_does_not_see(policy: str, media: str) -> None:
     (microbatch,) = pack(
-        read_rows(training.pictures.seeing_batch(policy, media, [[([4], 5)], [([4], 3)]])), Packing(1 << 20)
+        read_rows(training.images.seeing_batch(policy, media, [[([4], 5)], [([4], 3)]])), Packing(1 << 20)
     )
     assert microbatch.depths.dim() == 1 and microbatch.shown is None
     tower = Tower(policy, media)
@@ -110,7 +110,7 @@ def test_rows_without_pictures_are_as_those_of_a_policy_that_does_not_see(policy
     closeness.assert_rounded(logprobs, expected, closeness.FORWARD)
 
 
-def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_image_is_seen_once(policy: str, media: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[([2, "0", "1"], 2)], [([2, "0", "2"], 2)], [([3, "1"], 2), (["0"], 2)]]
     tower = Tower(policy, media)
     seen = []
@@ -118,50 +118,48 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
     monkeypatch.setattr(tower._network, "forward", lambda *a, **k: (seen.append(1), see(*a, **k))[1])
     network = Network(policy, tower=tower)
     for _ in range(2):
-        for microbatch in pack(read_rows(training.pictures.seeing_batch(policy, media, rows)), Packing(20)):
+        for microbatch in pack(read_rows(training.images.seeing_batch(policy, media, rows)), Packing(20)):
             network.scores(microbatch)
     assert len(seen) == 3
     monkeypatch.setattr(tower_module, "FEATURE_CACHE_BYTES", 1)
     (microbatch,) = pack(
-        read_rows(training.pictures.seeing_batch(policy, media, [[([2, "3"], 2)]])), Packing(20)
+        read_rows(training.images.seeing_batch(policy, media, [[([2, "3"], 2)]])), Packing(20)
     )
     network.scores(microbatch)
     # the others are forgotten
     assert len(tower._cache) == 1
 
 
-def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: str) -> None:
+def test_an_image_after_the_last_trained_token_is_not_seen(policy: str, media: str) -> None:
     text = [([3], 4), (["5", 2], 0)]
     shown = [([3, "0"], 4), (["5", 2], 0)]
-    (microbatch,) = pack(read_rows(training.pictures.seeing_batch(policy, media, [text])), Packing(1 << 20))
-    assert microbatch.depths.dim() == 1 and microbatch.pictures == ()
+    (microbatch,) = pack(read_rows(training.images.seeing_batch(policy, media, [text])), Packing(1 << 20))
+    assert microbatch.depths.dim() == 1 and microbatch.images == ()
     (microbatch,) = pack(
-        read_rows(training.pictures.seeing_batch(policy, media, [text, shown])), Packing(1 << 20)
+        read_rows(training.images.seeing_batch(policy, media, [text, shown])), Packing(1 << 20)
     )
-    assert [picture.start for picture in microbatch.pictures] == [3]
+    assert [image.start for image in microbatch.images] == [3]
     network = Network(policy, tower=Tower(policy, media))
-    wanted = training.pictures.seen_by_transformers(
-        training.pictures.loaded(policy),
+    wanted = training.images.seen_by_transformers(
+        training.images.loaded(policy),
         policy,
         media,
-        training.pictures.seeing_batch(policy, media, [text, shown]),
+        training.images.seeing_batch(policy, media, [text, shown]),
     )
     logprobs, _ = network.scores(microbatch)
     for line, number in enumerate(microbatch.numbers):
         closeness.assert_rounded(logprobs[microbatch.row == line], wanted[number], closeness.FORWARD)
 
 
-def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
+def test_an_image_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
     (microbatch,) = pack(
-        read_rows(training.pictures.seeing_batch(policy, media, [[([2, "0"], 2)]])), Packing(20)
+        read_rows(training.images.seeing_batch(policy, media, [[([2, "0"], 2)]])), Packing(20)
     )
-    with pytest.raises(
-        ValueError, match=rf"{microbatch.pictures[0].sha256}\.png is missing, but a trajectory"
-    ):
+    with pytest.raises(ValueError, match=rf"{microbatch.images[0].sha256}\.png is missing, but a trajectory"):
         Tower(policy, str(tmp_path)).show(microbatch)
-    longer = msgspec.structs.replace(microbatch.pictures[0], length=5)
+    longer = msgspec.structs.replace(microbatch.images[0], length=5)
     with pytest.raises(ValueError, match="has 4 tokens, but a trajectory has 5 tokens for it"):
-        Tower(policy, media).show(replace(microbatch, pictures=(longer,)))
+        Tower(policy, media).show(replace(microbatch, images=(longer,)))
 
 
 @dataclass(frozen=True)
@@ -175,12 +173,12 @@ class Seeing(training.model_contract.Setup):
         return backend.make_model(config, self.folder, ranks, "cpu", values=values, tower=tower)
 
 
-def test_ranks_with_pictures_and_ranks_without_make_one_step(policy: str, media: str, tmp_path: Path) -> None:
+def test_ranks_with_images_and_ranks_without_make_one_step(policy: str, media: str, tmp_path: Path) -> None:
     text = ([([3], 5)], [([9, 2], 4)])
     shown = ([([3, "0", 2], 4), (["1", 1], 2)], [([3, "4", 2], 4)])
     batches = [
-        training.pictures.seeing_batch(policy, media, [*text, *shown]),
-        training.pictures.seeing_batch(policy, media, shown[:1]),
+        training.images.seeing_batch(policy, media, [*text, *shown]),
+        training.images.seeing_batch(policy, media, shown[:1]),
     ]
     gang = [training.gang.Member(f"t{number}") for number in range(2)]
     try:
@@ -195,17 +193,15 @@ def test_ranks_with_pictures_and_ranks_without_make_one_step(policy: str, media:
                 assert not isinstance(found, str) and not isinstance(other, str), (found, other)
                 closeness.assert_rounded(found.logprobs, alone.logprobs, closeness.FORWARD)
                 closeness.assert_gradients(found.gradients, alone.gradients)
-        batch = training.pictures.seeing_batch(policy, media, [*text, [([3, "5", 2], 4)]])
-        Path(media_file(media, training.pictures.store_named(media, "5")[0])).unlink()
+        batch = training.images.seeing_batch(policy, media, [*text, [([3, "5", 2], 4)]])
+        Path(media_file(media, training.images.store_named(media, "5")[0])).unlink()
         one = training.gang.Try(str(tmp_path), ("t0", "t1"), iteration=4, timeout_s=3.0)
         for member in gang:
             member.sit(
                 one, partial(training.model_contract.learn, Seeing("", policy, media=media), batch, 24)
             )
         lost = [member.report() for member in gang]
-        assert all(".png is missing, but a trajectory contains this picture" in report for report in lost), (
-            lost
-        )
+        assert all(".png is missing, but a trajectory contains this image" in report for report in lost), lost
     finally:
         for member in gang:
             member.end()

@@ -82,7 +82,7 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
 
 
 def test_a_policy_that_sees_comes_to_expect_what_is_shown(tmp_path: Path) -> None:
-    """Its tower is trained too, and where to click depends on the picture alone."""
+    """Its tower is trained too, and where to click depends on the image alone."""
     policy = {"sees": True, "hidden_size": 64, "num_layers": 2}
     make_policy(str(tmp_path), PolicyConfig(**policy), seed=0)
     before = load_file(tmp_path / "model.safetensors")

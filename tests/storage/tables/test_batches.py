@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from storage.media import PictureSpan
+from storage.media import ImageSpan
 from storage.run_directory import RunDirectory
 from storage.tables.batches import BATCH_SCHEMA, read_batch, write_batch
 from storage.tables.parquet import numpy_rows
@@ -59,8 +59,8 @@ def test_a_batch_is_its_trajectories_and_the_filters_decision(run_anywhere: RunD
     assert set(batch.column_names) == {"iteration", *BATCH_SCHEMA.names}
 
 
-def test_a_batch_has_the_pictures_of_its_trajectories(run_anywhere: RunDirectory) -> None:
-    shown = replace(row("a", 3), images=(PictureSpan("a" * 64, 1, 1, 28, 28),))
+def test_a_batch_has_the_images_of_its_trajectories(run_anywhere: RunDirectory) -> None:
+    shown = replace(row("a", 3), images=(ImageSpan("a" * 64, 1, 1, 28, 28),))
     source = write_trajectories(run_anywhere, 0, [shown, row("b", 2)], "part", sees=True)
     trajectories = read_trajectories(run_anywhere.path(source.uri))
     ref = write_batch(

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage import files
-from storage.media import PictureSpan
+from storage.media import ImageSpan
 from storage.run_directory import RunDirectory
 from storage.tables.schema import NOT_SAMPLED, SCHEMA, SEEING_SCHEMA, Trajectory, TurnSpan
 from storage.tables.trajectories import (
@@ -79,7 +79,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         interruptions=draw(INTS),
         started_at=draw(TIMES),
         finished_at=draw(TIMES),
-        images=draw(st.lists(st.builds(PictureSpan, TEXT, INTS, INTS, INTS, INTS), max_size=2).map(tuple)),
+        images=draw(st.lists(st.builds(ImageSpan, TEXT, INTS, INTS, INTS, INTS), max_size=2).map(tuple)),
     )
 
 
@@ -233,8 +233,8 @@ def test_a_column_that_is_not_there_is_named(run_anywhere: RunDirectory) -> None
         read_trajectories(uri, ["reward", "prize"])
 
 
-def test_only_files_of_policies_that_see_have_pictures(run_anywhere: RunDirectory) -> None:
-    shown = example(images=[PictureSpan("a" * 64, 2, 4, 28, 56)])
+def test_only_files_of_policies_that_see_have_images(run_anywhere: RunDirectory) -> None:
+    shown = example(images=[ImageSpan("a" * 64, 2, 4, 28, 56)])
     blind = run_anywhere.path(write_trajectories(run_anywhere, 0, [example()], "blind").uri)
     seeing = run_anywhere.path(
         write_trajectories(run_anywhere, 0, [shown, example(1)], "sees", sees=True).uri
@@ -246,7 +246,7 @@ def test_only_files_of_policies_that_see_have_pictures(run_anywhere: RunDirector
     assert names == [[SCHEMA.names], [SEEING_SCHEMA.names]]
     assert [row.images for row in to_rows(read_trajectories(blind))] == [()]
     with pytest.raises(
-        ValueError, match=r"branch 0 of session .* has pictures, but its policy does not see pictures"
+        ValueError, match=r"branch 0 of session .* has images, but its policy does not see images"
     ):
         to_table("run-1", [shown])
 

@@ -12,7 +12,7 @@ from sf_core.dataplane.chat.contents import (
     LeftOut,
     Part,
     canonical,
-    read_picture,
+    read_image,
     read_result,
     read_texts,
 )
@@ -269,13 +269,13 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> list[Message]
 
 
 def _block_parts(block: Any, role: str, where: str, left_out: LeftOut) -> list[str | Part]:
-    """The text or picture of a block; empty for the other types of blocks that the role may have."""
+    """The text or image of a block; empty for the other types of blocks that the role may have."""
     kind = block.get("type") if isinstance(block, dict) else json_type_name(block)
     without_parts = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
     if kind in without_parts:
         return []
     if kind == IMAGE and role == "user" and left_out.sees:
-        return [read_picture(block, where, left_out)]
+        return [read_image(block, where, left_out)]
     if kind != "text":
         raise WrongField(where, f"{where}: {kind} blocks are not supported for {role}")
     return [*read_texts([block], where)]

@@ -281,7 +281,7 @@ def _texts(parts: list[LocatedPart], kind: str = "text") -> list[str]:
 
 
 def _user_parts(parts: list[LocatedPart], left_out: LeftOut) -> list[str | Part]:
-    """The texts and pictures of a user's message. Pictures after a tool result belong to the result."""
+    """The texts and images of a user's message. Images after a tool result belong to the result."""
     user_parts: list[str | Part] = []
     is_after_result = False
     for part, where in parts:

@@ -82,7 +82,7 @@ class Dialect(Protocol):
         ...
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        """The requests of a body, one per prompt, for a policy that `sees` with pictures. Raises ApiError."""
+        """The requests of a body, one per prompt, for a policy that `sees` with images. Raises ApiError."""
         ...
 
     def reply(self, body: Body, turn_id: str, session: Session) -> Reply:

@@ -14,7 +14,7 @@ import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.contents import IMAGE
-from sf_core.dataplane.chat.messages import Message, as_said, assistant_message, chain_keys, list_pictures
+from sf_core.dataplane.chat.messages import Message, as_said, assistant_message, chain_keys, list_image_parts
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, Dialect, Reply
@@ -64,11 +64,11 @@ class DialectTests:
     refused: Sequence[tuple[Fields, str]] = ()
     """Changes of the request that are refused, and what the sentence says."""
     addressed: Sequence[Fields] = ()
-    """Changes of the request that show a picture whose bytes are elsewhere."""
+    """Changes of the request that show an image whose bytes are elsewhere."""
 
     def show(self, data: str) -> Sequence[Fields]:
-        """Changes of the request that show this picture, base64, behind the text "look": said by a user, and
-        in the result of a tool. None: the dialect has no pictures."""
+        """Changes of the request that show this image, base64, behind the text "look": said by a user, and
+        in the result of a tool. None: the dialect has no images."""
         return ()
 
     def hear(self, body: bytes) -> list[Heard]:
@@ -206,18 +206,18 @@ class DialectTests:
             else:
                 raise AssertionError("the client did not raise the error that ended the stream")
 
-    def test_policies_that_see_are_shown_pictures(self) -> None:
+    def test_policies_that_see_are_shown_images(self) -> None:
         for change in self.show("QUJD"):
             [request] = self.dialect.parse({**self.request, **change}, Session("s"), True)
             assert not request.left_out.kinds
-            [picture] = request.left_out.pictures
-            assert picture.data == "QUJD"
-            assert picture.where
-            [shown] = [message for message in request.messages if list_pictures([message])]
+            [sent_image] = request.left_out.images
+            assert sent_image.data == "QUJD"
+            assert sent_image.where
+            [shown] = [message for message in request.messages if list_image_parts([message])]
             text, image = shown["content"]
             assert text == {"type": "text", "text": "look"}
             assert image == {"type": IMAGE}
-            assert image is picture.part
+            assert image is sent_image.part
 
     def test_others_are_told_that_something_is_left_out(self) -> None:
         said, *results = self.show("QUJD") or [{}]
@@ -228,7 +228,7 @@ class DialectTests:
         else:
             assert not said
         for [request] in map(self._parse, results):
-            assert request.left_out.kinds == [IMAGE] and not request.left_out.pictures
+            assert request.left_out.kinds == [IMAGE] and not request.left_out.images
             assert request.messages[-1]["content"] == "look\n[image left out]"
 
     def test_nothing_is_fetched(self) -> None:

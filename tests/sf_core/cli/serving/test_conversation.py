@@ -14,15 +14,15 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.models.builtin import make_policy
 
 
-def test_a_picture_is_printed_as_what_it_is_and_as_one_placeholder(tmp_path: Path) -> None:
+def test_an_image_is_printed_as_what_it_is_and_as_one_placeholder(tmp_path: Path) -> None:
     make_policy(str(tmp_path), PolicyConfig(sees=True, hidden_size=32, num_layers=1), seed=0)
     renderer = open_renderer(str(tmp_path))
     session = Session("s")
     printed = io.StringIO()
-    picture = {"type": "image", "sha256": "0" * 64, "width": 112, "height": 84}
-    shown = [{"type": "text", "text": "Look: "}, picture, {"type": "text", "text": " here"}]
+    image = {"type": "image", "sha256": "0" * 64, "width": 112, "height": 84}
+    shown = [{"type": "text", "text": "Look: "}, image, {"type": "text", "text": " here"}]
     session.open_prompt([{"role": "user", "content": shown}], [], renderer)
     SessionPrinter(Printer(Console(file=printed, width=200)), renderer, session).print_new()
     told = printed.getvalue()
-    assert "[picture, 112 by 84]" in told
+    assert "[image, 112 by 84]" in told
     assert "Look: <|vision_start|><|image_pad|><|vision_end|> here<|im_end|>" in told

@@ -196,16 +196,16 @@ def test_without_a_tokenizer_nothing_is_checked(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["as_seen"] is None
 
 
-def test_a_rendering_has_one_placeholder_for_each_picture(tmp_path: Path) -> None:
+def test_a_rendering_has_one_placeholder_for_each_image(tmp_path: Path) -> None:
     renderer = dataplane.conversations.family("qwen2_5_vl")
     run = RunDirectory(str(tmp_path / "run-1"))
     shutil.copytree(renderer.model_dir, run.start_dir)
-    picture = {"type": "image", "sha256": "a", "width": 56, "height": 56}
-    messages: list[Message] = [{"role": "user", "content": [picture, picture]}]
+    image = {"type": "image", "sha256": "a", "width": 56, "height": 56}
+    messages: list[Message] = [{"role": "user", "content": [image, image]}]
     record = dataplane.conversations.Record(renderer)
     seen, spans = record.read(record.session.open_prompt(messages, [], renderer))
     assert [span.length for span in spans] == [4, 4]
     reader = Reader(run)
     answer = {"role": "assistant", "content": "yes"}
     assert reader.is_as_seen([*messages, answer], [], seen)
-    assert not reader.is_as_seen([{"role": "user", "content": [picture]}, answer], [], seen)
+    assert not reader.is_as_seen([{"role": "user", "content": [image]}, answer], [], seen)

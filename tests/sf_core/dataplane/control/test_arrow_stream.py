@@ -14,7 +14,7 @@ import pytest
 
 from sf_core.dataplane.control import arrow_stream as stream_module
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream
-from storage.media import PictureSpan
+from storage.media import ImageSpan
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import write_outcomes
 from storage.tables.parquet import METADATA
@@ -93,9 +93,9 @@ def test_an_unknown_run_is_refused_with_a_sentence(answering_plane: ServedPlane)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "run_not_found")
 
 
-def test_the_stream_of_a_policy_that_sees_has_its_pictures(tmp_path: Path) -> None:
+def test_the_stream_of_a_policy_that_sees_has_its_images(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path))
-    span = PictureSpan("a" * 64, 0, 1, 28, 28)
+    span = ImageSpan("a" * 64, 0, 1, 28, 28)
     rows = [runs.conversation([{"role": "user", "content": "x"}], images=images) for images in ((span,), ())]
     file = run.path(write_trajectories(run, 0, rows, "part", sees=True).uri)
     streamed = pa.ipc.open_stream(b"".join(arrow_stream([file], sees=True))).read_all()

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.gateway.endpoint import MAX_PICTURE_BYTES
+from sf_core.dataplane.gateway.endpoint import MAX_BYTES_WITH_IMAGES
 from tests.bench import waits
 from tests.bench.dataplane import planes
 
@@ -371,11 +371,11 @@ def test_every_dialect_refuses_in_its_own_shape(served_plane: planes.ServedPlane
         assert (refused.status_code, set(refused.json())) == (401, shape)
 
 
-def test_a_body_has_a_limit_whatever_its_pictures_take(served_plane: planes.ServedPlane) -> None:
+def test_a_body_has_a_limit_whatever_its_images_take(served_plane: planes.ServedPlane) -> None:
     served_plane.register()
-    content = b"{" + b" " * MAX_PICTURE_BYTES
+    content = b"{" + b" " * MAX_BYTES_WITH_IMAGES
     refused = served_plane.http.post("/v1/chat/completions", content=content)
-    assert (refused.status_code, str(MAX_PICTURE_BYTES) in refused.text) == (413, True), refused.text
+    assert (refused.status_code, str(MAX_BYTES_WITH_IMAGES) in refused.text) == (413, True), refused.text
 
 
 def test_a_client_that_goes_away_stops_its_generation(

@@ -270,7 +270,7 @@ def test_every_field_of_a_request_reaches_the_engine_that_takes_it_over(
         "sampling": Sampling(temperature=0.5, top_p=0.75, top_k=3, seed=11),
         "stream": True,
         "grammar": answer_grammar(SCHEMA, [], renderer),
-        "pictures": (),
+        "images": (),
     }
 
 

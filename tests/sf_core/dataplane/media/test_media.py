@@ -1,4 +1,4 @@
-"""Pictures of a run are decoded once, and stored before they are known."""
+"""Images of a run are decoded once, and stored before they are known."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sf_core.dataplane.chat.contents import SentPicture
+from sf_core.dataplane.chat.contents import SentImage
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.media import media
 from sf_core.dataplane.media.media import Media
 from sf_core.models.images.decoder_process import DecoderError, SlowImageError, preprocess_isolated
 from sf_core.models.images.preprocess import PreprocessedImage
 from sf_core.models.images.processor_config import ImageProcessorConfig
-from storage.media import read_picture
+from storage.media import read_image
 from tests.bench import dataplane
 from tests.bench.dataplane.heavy_images import many_scans
 from tests.bench.waits import patience
 
 IMAGE_PROCESSOR = ImageProcessorConfig(token_id=5, token_side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
 
-BROKEN = "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"
+BROKEN = "the image is broken, or its format is not PNG, JPEG, WebP or GIF"
 
 
-def sent(*pictures: bytes) -> list[SentPicture]:
+def sent(*images: bytes) -> list[SentImage]:
     return [
-        SentPicture(f"here[{i}]", dataplane.pictures.encoded(data), {"type": "image"})
-        for i, data in enumerate(pictures)
+        SentImage(f"here[{i}]", dataplane.images.encoded(data), {"type": "image"})
+        for i, data in enumerate(images)
     ]
 
 
 async def complete(
-    kept: Media, *rounds: list[SentPicture], image_processor: ImageProcessorConfig = IMAGE_PROCESSOR
+    kept: Media, *rounds: list[SentImage], image_processor: ImageProcessorConfig = IMAGE_PROCESSOR
 ) -> None:
     """All rounds at once."""
     await asyncio.gather(*(kept.complete(one, image_processor) for one in rounds))
@@ -55,10 +55,10 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return data
 
 
-async def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted: list[bytes]) -> None:
+async def test_equal_images_are_decoded_once_and_stored_once(tmp_path: Path, fitted: list[bytes]) -> None:
     kept = Media(str(tmp_path))
-    red = dataplane.pictures.png("red")
-    blue = dataplane.pictures.png("blue", (300, 200))
+    red = dataplane.images.png("red")
+    blue = dataplane.images.png("blue", (300, 200))
     rounds = [sent(red, blue, red), sent(red), sent(blue)]
     await complete(kept, *rounds)
     await complete(kept, again := sent(blue, red))
@@ -67,15 +67,15 @@ async def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, f
     assert parts[0][0] == parts[0][2] == parts[1][0] == parts[3][1]
     assert parts[0][1] == parts[2][0] == parts[3][0]
     for part in (parts[0][0], parts[0][1]):
-        with Image.open(io.BytesIO(read_picture(str(tmp_path), part["sha256"]))) as picture:
-            assert picture.size == (part["width"], part["height"])
+        with Image.open(io.BytesIO(read_image(str(tmp_path), part["sha256"]))) as image:
+            assert image.size == (part["width"], part["height"])
             assert (part["height"], part["width"]) == IMAGE_PROCESSOR.smart_resize(
                 part["height"], part["width"]
             )
     assert len([*tmp_path.iterdir()]) == 2
 
 
-async def test_a_client_that_goes_away_leaves_its_picture_to_others(
+async def test_a_client_that_goes_away_leaves_its_image_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = threading.Event()
@@ -90,10 +90,10 @@ async def test_a_client_that_goes_away_leaves_its_picture_to_others(
 
     monkeypatch.setattr(media, "preprocess_isolated", fit)
     kept = Media(str(tmp_path))
-    waiting = sent(dataplane.pictures.png("red"))
+    waiting = sent(dataplane.images.png("red"))
     first, second = (
         asyncio.create_task(kept.complete(one, IMAGE_PROCESSOR))
-        for one in (sent(dataplane.pictures.png("red")), waiting)
+        for one in (sent(dataplane.images.png("red")), waiting)
     )
     await asyncio.to_thread(begun.wait, patience())
     first.cancel()
@@ -103,9 +103,9 @@ async def test_a_client_that_goes_away_leaves_its_picture_to_others(
     assert waiting[0].part["sha256"] and num_decoded["red"] == 1
 
 
-async def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[bytes]) -> None:
+async def test_another_limit_is_another_image(tmp_path: Path, fitted: list[bytes]) -> None:
     kept = Media(str(tmp_path))
-    data = dataplane.pictures.png("red", (112, 112))
+    data = dataplane.images.png("red", (112, 112))
     large = sent(data)
     small = sent(data)
     await complete(kept, large)
@@ -114,24 +114,24 @@ async def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[byt
     assert len(fitted) == 2
 
 
-async def test_of_many_pictures_the_latest_are_known(
+async def test_of_many_images_the_latest_are_known(
     tmp_path: Path, fitted: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(media, "NUM_KNOWN", 2)
     kept = Media(str(tmp_path))
-    pictures = [dataplane.pictures.png((0, 0, i)) for i in range(4)]
-    await complete(kept, sent(*pictures))
-    await complete(kept, sent(*pictures[2:]))
+    images = [dataplane.images.png((0, 0, i)) for i in range(4)]
+    await complete(kept, sent(*images))
+    await complete(kept, sent(*images[2:]))
     assert len(fitted) == 4
-    await complete(kept, sent(pictures[0]))
+    await complete(kept, sent(images[0]))
     assert len(fitted) == 5
 
 
 async def test_letters_of_urls_are_read(tmp_path: Path) -> None:
-    pictures = (dataplane.pictures.encoded(dataplane.pictures.png((level, 0, 0))) for level in range(256))
-    data = next(data for data in pictures if {"+", "/"} & {*data})
-    plain = [SentPicture("a", data, {})]
-    of_urls = [SentPicture("b", data.replace("+", "-").replace("/", "_"), {})]
+    images = (dataplane.images.encoded(dataplane.images.png((level, 0, 0))) for level in range(256))
+    data = next(data for data in images if {"+", "/"} & {*data})
+    plain = [SentImage("a", data, {})]
+    of_urls = [SentImage("b", data.replace("+", "-").replace("/", "_"), {})]
     await complete(Media(str(tmp_path)), plain, of_urls)
     assert plain[0].part == of_urls[0].part
 
@@ -141,28 +141,28 @@ async def test_letters_of_urls_are_read(tmp_path: Path) -> None:
     [
         ("", BROKEN),
         (
-            dataplane.pictures.encoded(dataplane.pictures.png("red", kind="TIFF")),
+            dataplane.images.encoded(dataplane.images.png("red", kind="TIFF")),
             BROKEN,
         ),
         ("AAAA", BROKEN),
         ("A", "its base64 is broken"),
-        (dataplane.pictures.encoded(dataplane.pictures.png("red")[:60]), "the picture cannot be decoded"),
+        (dataplane.images.encoded(dataplane.images.png("red")[:60]), "the image cannot be decoded"),
         (
-            dataplane.pictures.encoded(dataplane.pictures.png("red", (28 * 212, 28))),
-            "the picture has 5936 by 28 pixels; the ratio of its sides must not exceed 200",
+            dataplane.images.encoded(dataplane.images.png("red", (28 * 212, 28))),
+            "the image has 5936 by 28 pixels; the ratio of its sides must not exceed 200",
         ),
-        ("A" * 45_000_000, "the picture has 33750000 bytes; the limit is 33554432"),
+        ("A" * 45_000_000, "the image has 33750000 bytes; the limit is 33554432"),
     ],
 )
-async def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(
+async def test_an_image_that_cannot_be_shown_is_refused_by_its_place(
     tmp_path: Path, data: str, sentence: str
 ) -> None:
     kept = Media(str(tmp_path))
     for _ in range(2):
         with pytest.raises(ApiError) as refused:
-            await complete(kept, [SentPicture("messages[3].content[1]", data, {})])
+            await complete(kept, [SentImage("messages[3].content[1]", data, {})])
         assert refused.value.status == 400
-        assert refused.value.message.startswith("messages[3].content[1] has a picture that cannot be used: ")
+        assert refused.value.message.startswith("messages[3].content[1] has an image that cannot be used: ")
         assert sentence in refused.value.message
     assert not [*tmp_path.iterdir()]
 
@@ -171,17 +171,17 @@ async def test_what_cannot_be_stored_is_tried_again(tmp_path: Path) -> None:
     folder = tmp_path / "media"
     folder.write_text("in the way", encoding="utf-8")
     kept = Media(str(folder))
-    pictures = sent(dataplane.pictures.png("red"))
-    with pytest.raises(ApiError, match=f"cannot write pictures to {folder}: ") as refused:
-        await complete(kept, pictures)
+    images = sent(dataplane.images.png("red"))
+    with pytest.raises(ApiError, match=f"cannot write images to {folder}: ") as refused:
+        await complete(kept, images)
     assert (refused.value.status, refused.value.code) == (503, "media_unwritable")
-    assert refused.value.retry_after_s and pictures[0].part == {"type": "image"}
+    assert refused.value.retry_after_s and images[0].part == {"type": "image"}
     folder.unlink()
-    await complete(kept, pictures)
-    assert read_picture(str(folder), pictures[0].part["sha256"])
+    await complete(kept, images)
+    assert read_image(str(folder), images[0].part["sha256"])
 
 
-async def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
+async def test_an_image_that_takes_long_is_refused_and_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitted: list[bytes]
 ) -> None:
     monkeypatch.setattr(media, "QUICK_S", 0.01)
@@ -190,20 +190,20 @@ async def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
     slow = many_scans(1000)
     for _ in range(2):
         with pytest.raises(ApiError) as refused:
-            await complete(kept, sent(slow, dataplane.pictures.png("red")))
+            await complete(kept, sent(slow, dataplane.images.png("red")))
         assert (refused.value.status, refused.value.message) == (
             400,
-            "here[0] has a picture that cannot be used: the picture takes more than 0.05 s of CPU time to "
+            "here[0] has an image that cannot be used: the image takes more than 0.05 s of CPU time to "
             "decode, which is the limit",
         )
     # once in each lane, and the others of its request not at all
     assert fitted == [slow, slow]
 
 
-async def test_pictures_that_take_long_do_not_hold_up_others(
+async def test_images_that_take_long_do_not_hold_up_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = dataplane.pictures.png("red")
+    quick = dataplane.images.png("red")
     ends = threading.Event()
 
     def fit(data: bytes, image_processor: ImageProcessorConfig, cpu_s: float) -> PreprocessedImage:
@@ -234,11 +234,11 @@ async def test_without_a_decoder_the_request_may_be_sent_again(
     with monkeypatch.context() as patch:
         patch.setattr(media, "preprocess_isolated", fail)
         with pytest.raises(ApiError) as refused:
-            await complete(kept, sent(dataplane.pictures.png("red")))
+            await complete(kept, sent(dataplane.images.png("red")))
     assert (refused.value.status, refused.value.code, refused.value.message) == (
         503,
         "media_undecoded",
-        "The data plane cannot decode pictures: no decoder can be started: Too many open files. Send this "
+        "The data plane cannot decode images: no decoder can be started: Too many open files. Send this "
         "request again.",
     )
-    await complete(kept, sent(dataplane.pictures.png("red")))
+    await complete(kept, sent(dataplane.images.png("red")))

@@ -21,7 +21,7 @@ from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane_key import account_key
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
-from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan
+from sf_core.types import Chunk, FinishReason, GenerationRequest, ImageSpan
 from tests.bench.dataplane import planes
 from tests.bench.properties import examples
 from tests.bench.waits import wait_until
@@ -113,8 +113,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a type; of a struct, any of every field, whatever fields it has."""
     if kind in VALUES:
         return VALUES[kind]
-    if kind == tuple[PictureSpan, ...]:
-        return st.lists(values_of(PictureSpan), max_size=3).map(tuple)
+    if kind == tuple[ImageSpan, ...]:
+        return st.lists(values_of(ImageSpan), max_size=3).map(tuple)
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return st.from_type(kind)
     hints = get_type_hints(kind)

@@ -1,5 +1,5 @@
-"""What engines and trainers get of pictures is what the messages show, whatever agents do to their histories:
-no two pictures ever have one name, and a restart finds the same names."""
+"""What engines and trainers get of images is what the messages show, whatever agents do to their histories:
+no two images ever have one name, and a restart finds the same names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from sf_core.dataplane.chat.messages import Message, list_pictures, tool_call
+from sf_core.dataplane.chat.messages import Message, list_image_parts, tool_call
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Prompt, Session
-from sf_core.types import PictureSpan
+from sf_core.types import ImageSpan
 from tests.bench.dataplane import conversations
 from tests.bench.properties import examples
 
@@ -31,7 +31,7 @@ SIZES = {"red": (28, 56), "blue": (28, 56), "wide": (28, 84), "tall": (84, 28), 
 """Heights and widths; red and blue have the same ids."""
 
 
-def picture(name: str) -> dict[str, Any]:
+def image(name: str) -> dict[str, Any]:
     height, width = SIZES[name]
     return {"type": "image", "sha256": name, "width": width, "height": height}
 
@@ -40,14 +40,14 @@ def text(said: str) -> dict[str, Any]:
     return {"type": "text", "text": said}
 
 
-def collapse(ids: list[int], spans: list[PictureSpan]) -> list[int]:
-    """The ids with one placeholder for each picture."""
+def collapse(ids: list[int], spans: list[ImageSpan]) -> list[int]:
+    """The ids with one placeholder for each image."""
     inner = {at for span in spans for at in range(span.start + 1, span.start + span.length)}
     return [token for at, token in enumerate(ids) if at not in inner]
 
 
 PARTS = st.lists(
-    st.one_of(st.sampled_from([*SIZES]).map(picture), st.sampled_from(WORDS).map(text)), max_size=4
+    st.one_of(st.sampled_from([*SIZES]).map(image), st.sampled_from(WORDS).map(text)), max_size=4
 )
 
 
@@ -70,7 +70,7 @@ def cutting_family() -> Renderer:
 class Shown(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**32), option=st.sampled_from(["", "add_vision_id", "cuts"]))
     def start(self, seed: int, option: str) -> None:
-        """add_vision_id: the template counts pictures, so that it does not only append. cuts: it rewrites."""
+        """add_vision_id: the template counts images, so that it does not only append. cuts: it rewrites."""
         self.rng = random.Random(seed)
         self.renderer = cutting_family().with_options({option: True} if option else {})
         self.record = conversations.Record(self.renderer)
@@ -91,15 +91,15 @@ class Shown(RuleBasedStateMachine):
         calls = [tool_call("c", "look", {})]
         # an answer of the agent's own, which nobody sampled
         called = {"role": "assistant", "content": said, "tool_calls": calls}
-        result = {"role": "tool", "tool_call_id": "c", "content": [*parts, picture("red")]}
+        result = {"role": "tool", "tool_call_id": "c", "content": [*parts, image("red")]}
         self.open.append([*messages, called, result])
 
     @rule(name=st.sampled_from([*SIZES]), said=st.sampled_from(WORDS))
     def show_another(self, name: str, said: str) -> None:
-        """The same conversation with another picture in one place, which may be long past."""
+        """The same conversation with another image in one place, which may be long past."""
         messages = json.loads(json.dumps(self._pick()))
-        if pictures := list_pictures(messages):
-            self.rng.choice(pictures).update(picture(name))
+        if images := list_image_parts(messages):
+            self.rng.choice(images).update(image(name))
         self._answer(messages, said)
         self.open.append(messages)
 
@@ -120,7 +120,7 @@ class Shown(RuleBasedStateMachine):
             return
         assert conversations.state_of(self.record.session) == conversations.state_of(self.undisturbed.session)
         for row in conversations.check(self.record):
-            expected = [part["sha256"] for part in list_pictures(json.loads(row.messages))]
+            expected = [part["sha256"] for part in list_image_parts(json.loads(row.messages))]
             assert [span.sha256 for span in row.images] == expected
             self._check_spans(row.token_ids.tolist(), list(row.images))
 
@@ -139,8 +139,8 @@ class Shown(RuleBasedStateMachine):
 
     def _check_prompt(self, prompt: Prompt, messages: list[Message]) -> None:
         ids, spans = self.record.read(prompt)
-        pictures = list_pictures(messages)
-        assert [span.sha256 for span in spans] == [part["sha256"] for part in pictures]
+        images = list_image_parts(messages)
+        assert [span.sha256 for span in spans] == [part["sha256"] for part in images]
         assert conversations.shown(self.renderer, collapse(ids, spans)) == self.renderer.render(messages, [])
         self._check_spans(ids, spans)
         named = prompt.full_ids()
@@ -149,7 +149,7 @@ class Shown(RuleBasedStateMachine):
             assert self.names.setdefault(name, span.sha256) == span.sha256
         assert len({*self.names.values()}) == len(self.names)
 
-    def _check_spans(self, ids: list[int], spans: list[PictureSpan]) -> None:
+    def _check_spans(self, ids: list[int], spans: list[ImageSpan]) -> None:
         image_processor = self.renderer.image_processor
         assert image_processor is not None
         for span in spans:
@@ -170,14 +170,14 @@ def seeing() -> Renderer:
     return conversations.family("qwen2_5_vl")
 
 
-def test_prompts_that_differ_by_a_picture_share_nothing_behind_it(seeing: Renderer) -> None:
+def test_prompts_that_differ_by_an_image_share_nothing_behind_it(seeing: Renderer) -> None:
     session = Session("s")
     red, blue = (
-        session.open_prompt([{"role": "user", "content": [picture(name), text("what?")]}], [], seeing)
+        session.open_prompt([{"role": "user", "content": [image(name), text("what?")]}], [], seeing)
         for name in ("red", "blue")
     )
     ids = [
-        session.pictures.read(np.frombuffer(p.full_ids(), np.int32), seeing.image_processor)
+        session.images.read(np.frombuffer(p.full_ids(), np.int32), seeing.image_processor)
         for p in (red, blue)
     ]  # type: ignore[arg-type]
     assert ids[0][0].tolist() == ids[1][0].tolist()
@@ -190,7 +190,7 @@ SPELLED = st.lists(
     | st.text(max_size=3),
     max_size=5,
 ).map("".join)
-SPELLED_PARTS = SPELLED | st.lists(st.sampled_from([*SIZES]).map(picture) | SPELLED.map(text), max_size=5)
+SPELLED_PARTS = SPELLED | st.lists(st.sampled_from([*SIZES]).map(image) | SPELLED.map(text), max_size=5)
 SPELLED_CALL = st.builds(
     lambda name, key, value: tool_call("c", name, {key: value, "more": [{value: key}]}),
     SPELLED,
@@ -223,15 +223,15 @@ def spelled_conversations(draw: st.DrawFn) -> tuple[list[Message], list[Any]]:
 
 @settings(max_examples=examples(300), deadline=None)
 @given(given=spelled_conversations())
-def test_no_text_of_any_role_shows_a_picture_or_is_refused(given: tuple[list[Message], list[Any]]) -> None:
+def test_no_text_of_any_role_shows_an_image_or_is_refused(given: tuple[list[Message], list[Any]]) -> None:
     messages, tools = given
     seeing = conversations.family("qwen2_5_vl")
     record = conversations.Record(seeing)
     prompt = record.session.open_prompt(json.loads(json.dumps(messages)), tools, seeing)
     ids, spans = record.read(prompt)
-    pictures = list_pictures(messages)
-    assert [span.sha256 for span in spans] == [part["sha256"] for part in pictures]
-    assert collapse(ids, spans).count(seeing.image_processor.token_id) == len(pictures)  # type: ignore[union-attr]
+    images = list_image_parts(messages)
+    assert [span.sha256 for span in spans] == [part["sha256"] for part in images]
+    assert collapse(ids, spans).count(seeing.image_processor.token_id) == len(images)  # type: ignore[union-attr]
     assert prompt.messages == messages, "what was sent is what is recorded"
 
 
@@ -274,12 +274,12 @@ def test_an_answer_that_spells_a_placeholder_stays_in_its_row(seeing: Renderer) 
     assert text_of_row.count("<\N{REPLACEMENT CHARACTER}|image_pad|>") == 2, "as it was mended"
 
 
-def test_a_template_that_shows_fewer_pictures_is_refused(seeing: Renderer) -> None:
-    late = [{"role": "assistant", "content": [picture("red")]}, conversations.user("what?")]
+def test_a_template_that_shows_fewer_images_is_refused(seeing: Renderer) -> None:
+    late = [{"role": "assistant", "content": [image("red")]}, conversations.user("what?")]
     blind = conversations.family("chatml")
     blind.image_processor = seeing.image_processor
     try:
         with pytest.raises(jinja2.TemplateError):
-            Session("s").open_prompt([{"role": "user", "content": [picture("red")]}, *late], [], blind)
+            Session("s").open_prompt([{"role": "user", "content": [image("red")]}, *late], [], blind)
     finally:
         blind.image_processor = None

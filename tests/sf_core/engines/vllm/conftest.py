@@ -20,7 +20,7 @@ from tests.sf_core.engines.vllm.small_policies import Bases, Policies, config
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers with pictures keep what every engine promises too: that is checked nightly."""
+    """Servers with images keep what every engine promises too: that is checked nightly."""
     for item in items:
         if item.path == Path(__file__).with_name("test_seeing.py"):
             assert isinstance(item, pytest.Function)

@@ -1,5 +1,5 @@
 """vLLM's routes without vLLM: its next token is a function of the ids so far and of its weights, or of the
-adapter that a request names. A picture's placeholder becomes one for every SIDE by SIDE pixels."""
+adapter that a request names. An image's placeholder becomes one for every SIDE by SIDE pixels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARY = 60
 
 PLACEHOLDER = VOCABULARY
 SIDE = 28
-"""The id of a picture's placeholder, which is never sampled."""
+"""The id of an image's placeholder, which is never sampled."""
 
 CONTEXT = 320
 
@@ -45,15 +45,15 @@ class FakeVllm:
         self.bodies: list[dict[str, Any]] = []
         """The requests for tokens, in order, with the ids that they are expanded to."""
         self.num_forgotten = 0
-        """Number of times that it forgot what it had made of pictures."""
+        """Number of times that it forgot what it had made of images."""
         self.shown_at = 0
-        """It shows pictures so many tokens behind their place."""
+        """It shows images so many tokens behind their place."""
         self.wrong_name = ""
         """Sent in place of the name of the weights."""
         self.error: dict[str, Any] | None = None
         """Sent in place of tokens."""
         self.num_misses = 0
-        """So many more requests with pictures it answers as if its core lacked one of them."""
+        """So many more requests with images it answers as if its core lacked one of them."""
         self.has_failed = False
         """It refuses to be paused."""
         self.is_dead = False
@@ -207,15 +207,15 @@ def _read_version(file: str) -> int:
 
 
 def _expand(ids: Sequence[int], parts: Sequence[Any]) -> tuple[list[int], list[dict[str, int]]]:
-    """The ids with all placeholders of these pictures, and where those are."""
+    """The ids with all placeholders of these images, and where those are."""
     expanded = list[int]()
     ranges = list[dict[str, int]]()
     left = [*parts]
     for token in ids:
         length = 1
         if token == PLACEHOLDER and left:
-            with Image.open(url2pathname(urlsplit(left.pop(0)["url"]).path)) as picture:
-                length = (picture.width // SIDE) * (picture.height // SIDE)
+            with Image.open(url2pathname(urlsplit(left.pop(0)["url"]).path)) as image:
+                length = (image.width // SIDE) * (image.height // SIDE)
             ranges.append({"offset": len(expanded), "length": length})
         expanded += [token] * length
     return expanded, ranges

@@ -12,7 +12,7 @@ import pytest
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
-from sf_core.engines.vllm.images import Pictures
+from sf_core.engines.vllm.images import MultimodalRequests
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.engines.vllm.weight_loading import FullWeights, LoraWeights
@@ -42,11 +42,11 @@ class ServingTests(EngineTests):
         start = f"{self.folders}/{'start' if self.adapts else 'v-0'}"
         policy = PolicyFolder(start, untied=False)
         weight_loading = LoraWeights(start, policy) if self.adapts else FullWeights(policy)
-        pictures = None
+        images = None
         if policy.image_processor is not None and self.media_dir is not None:
-            pictures = Pictures(policy.image_processor, self.media_dir)
+            images = MultimodalRequests(policy.image_processor, self.media_dir)
         self.place = RunningServer(url=self.fake.url)
-        return VllmEngine(self.place, weight_loading, policy.vocab_size, CONTEXT, keep_kv, None, pictures)
+        return VllmEngine(self.place, weight_loading, policy.vocab_size, CONTEXT, keep_kv, None, images)
 
     def make(self) -> VllmEngine:
         return self.engine

@@ -1,4 +1,4 @@
-"""Pictures as vLLM is asked to show them, where no vLLM is needed to tell."""
+"""Images as vLLM is asked to show them, where no vLLM is needed to tell."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from sf_core.engines.testing import awake, sample
 from sf_core.engines.vllm import images as module
 from sf_core.engines.vllm.client import RequestRefusedError, StreamDelta, VllmClient
-from sf_core.engines.vllm.images import Pictures
+from sf_core.engines.vllm.images import MultimodalRequests
 from sf_core.engines.vllm.limits import check_shape
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import make_arguments
 from sf_core.models.images.processor_config import PREPROCESSOR_CONFIG, ImageProcessorConfig
-from sf_core.types import Chunk, GenerationRequest, PictureSpan
+from sf_core.types import Chunk, GenerationRequest, ImageSpan
 from storage.files import list_files, write_atomic
-from storage.media import media_file, store_picture
+from storage.media import media_file, store_image
 from storage.tensors.weights import load_weights, save_weights
 from tests import bench
 from tests.sf_core.engines.vllm import fake_server
@@ -58,15 +58,15 @@ def fake() -> Iterator[fake_server.FakeVllm]:
         yield fake
 
 
-def store(media_dir: str, tall: int, wide: int) -> PictureSpan:
-    """A stored picture of so many squares; its `start` is 0."""
+def store(media_dir: str, tall: int, wide: int) -> ImageSpan:
+    """A stored image of so many squares; its `start` is 0."""
     file = io.BytesIO()
     Image.new("RGB", (fake_server.SIDE * wide, fake_server.SIDE * tall), (tall, wide, 0)).save(file, "PNG")
-    sha256 = store_picture(media_dir, file.getvalue())
-    return PictureSpan(sha256, 0, tall * wide, fake_server.SIDE * tall, fake_server.SIDE * wide)
+    sha256 = store_image(media_dir, file.getvalue())
+    return ImageSpan(sha256, 0, tall * wide, fake_server.SIDE * tall, fake_server.SIDE * wide)
 
 
-class TestPictures(ServingTests):
+class TestImages(ServingTests):
     num_sequences = 5
 
     @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ class TestPictures(ServingTests):
         one = store(self.media_dir, 2, 3)
         two = store(self.media_dir, 1, 1)
         # neighbours too, and one of them twice
-        self.prompt, self.pictures = bench.engines.multimodal_policies.place_pictures(
+        self.prompt, self.images = bench.engines.multimodal_policies.place_images(
             [5, one, two, 6, one], IMAGE_PROCESSOR
         )
         self.engine = self.made()
@@ -88,49 +88,47 @@ class TestPictures(ServingTests):
         self, name: str, *, done: Sequence[int] = (), seed: int = 3, stream: bool = False
     ) -> GenerationRequest:
         request = super().request(name, done=done, seed=seed, stream=stream)
-        return replace(request, pictures=self.pictures)
+        return replace(request, images=self.images)
 
-    def test_each_picture_is_named_by_its_hash_and_no_placeholder_is_sampled(self) -> None:
+    def test_each_image_is_named_by_its_hash_and_no_placeholder_is_sampled(self) -> None:
         with self.serve() as engine:
-            sample(engine, self.request("r"), replace(self.request("t"), prompt_ids=[5], pictures=()))
+            sample(engine, self.request("r"), replace(self.request("t"), prompt_ids=[5], images=()))
         seeing, blind = sorted(self.fake.bodies, key=lambda body: -len(body["token_ids"]))
         named = [(Path(urlsplit(p["url"]).path).stem, p["uuid"]) for p in seeing["content_parts"]]
-        assert named == [(picture.sha256, picture.sha256) for picture in self.pictures]
+        assert named == [(image.sha256, image.sha256) for image in self.images]
         for body in (seeing, blind):
             assert body["sampling_params"]["logit_bias"] == {str(fake_server.PLACEHOLDER): -100.0}
         assert not {"content_parts", "return_token_ids"} & blind.keys()
 
-    def test_a_picture_that_the_core_of_the_server_lacks_is_sent_again(self) -> None:
+    def test_an_image_that_the_core_of_the_server_lacks_is_sent_again(self) -> None:
         with self.serve() as engine:
             first = sample(engine, self.request("r"))
             self.fake.num_misses = 2
             assert sample(engine, self.request("r")) == first
         assert len(self.fake.bodies) == 4
 
-    def test_what_was_made_of_pictures_is_forgotten_with_every_version_before_it_samples(self) -> None:
+    def test_what_was_made_of_images_is_forgotten_with_every_version_before_it_samples(self) -> None:
         with self.serve() as engine:
             for version in (1, 2):
                 awake(engine, self.weights(version))
                 assert self.fake.num_forgotten == version + 1
 
-    def test_pictures_at_other_places_are_said_before_any_token(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_images_at_other_places_are_said_before_any_token(self, caplog: pytest.LogCaptureFixture) -> None:
         with self.serve() as engine:
             self.fake.shown_at = 1
             [chunk] = sample(engine, self.request("r"))
             bench.refusals.check_sentence(
-                chunk.fault, "vLLM places the pictures at [{'offset': 2, 'length': 6}, "
+                chunk.fault, "vLLM places the images at [{'offset': 2, 'length': 6}, "
             )
             assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
             self.fake.shown_at = 0
             assert len(sample(engine, self.request("r"))) > 1
 
-    def test_a_picture_that_is_missing_or_broken_ends_its_request_alone(
+    def test_an_image_that_is_missing_or_broken_ends_its_request_alone(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         with self.serve() as engine:
-            file = Path(media_file(self.media_dir, self.pictures[0].sha256))
+            file = Path(media_file(self.media_dir, self.images[0].sha256))
             for sentence, spoil in (
                 ("does not have the SHA-256 in its name", lambda: file.write_bytes(b"x")),
                 ("is missing", file.unlink),
@@ -142,17 +140,17 @@ class TestPictures(ServingTests):
             assert len(self.fake.bodies) == 0
 
 
-async def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
+async def test_images_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
     fake: fake_server.FakeVllm, versions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = f"memory://{uuid.uuid4().hex}/media"
     shown = [store(remote, 1, wide) for wide in range(1, 5)]
-    broken, missing = (PictureSpan(digit * 64, 1, 1, fake_server.SIDE, fake_server.SIDE) for digit in "01")
-    seen = Pictures(IMAGE_PROCESSOR, remote)
+    broken, missing = (ImageSpan(digit * 64, 1, 1, fake_server.SIDE, fake_server.SIDE) for digit in "01")
+    seen = MultimodalRequests(IMAGE_PROCESSOR, remote)
 
-    async def ask(*pictures: PictureSpan) -> list[StreamDelta]:
+    async def ask(*images: ImageSpan) -> list[StreamDelta]:
         client = VllmClient(fake.url)
-        ids, spans = bench.engines.multimodal_policies.place_pictures([5, *pictures], IMAGE_PROCESSOR)
+        ids, spans = bench.engines.multimodal_policies.place_images([5, *images], IMAGE_PROCESSOR)
         sampling = {"max_tokens": 1, "stop_token_ids": (), "stream_interval": 1}
         body = {"request_id": "r", "token_ids": ids, "sampling_params": sampling}
         try:
@@ -162,18 +160,18 @@ async def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_g
         finally:
             await client.close()
 
-    assert (await ask(*shown))[0].pictures
+    assert (await ask(*shown))[0].images
     assert len(list_files(seen.folder)) == len(shown)
     monkeypatch.setattr(module, "_MOST_COPIES_BYTES", 1)
-    assert (await ask(store(remote, 2, 2)))[0].pictures
+    assert (await ask(store(remote, 2, 2)))[0].images
     assert len(list_files(seen.folder)) == 1
     write_atomic(media_file(remote, broken.sha256), b"broken")
-    for picture, sentence in ((broken, "does not have the SHA-256 in its name"), (missing, "is missing")):
+    for image, sentence in ((broken, "does not have the SHA-256 in its name"), (missing, "is missing")):
         with pytest.raises(RequestRefusedError, match=sentence):
-            await ask(picture)
+            await ask(image)
 
 
-def test_a_server_that_shows_pictures_has_a_tokenizer_and_reads_files_of_their_folder_alone() -> None:
+def test_a_server_that_shows_images_has_a_tokenizer_and_reads_files_of_their_folder_alone() -> None:
     def made(media_dir: str | None) -> list[str]:
         return make_arguments(
             dtype="float32",
@@ -221,7 +219,7 @@ def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_par
             folder.link_weights(str(tmp_path / "wrong"))
 
 
-def test_a_vllm_that_cannot_prepare_pictures_is_said_for_a_policy_that_sees(
+def test_a_vllm_that_cannot_prepare_images_is_said_for_a_policy_that_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"

@@ -1,4 +1,4 @@
-"""A server that is shown pictures: the contract with prompts that have them, compared with transformers."""
+"""A server that is shown images: the contract with prompts that have them, compared with transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import AsyncEngine, Engine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, catch, drain, ids_of, sample
-from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan, Sampling, WeightsRef
+from sf_core.types import Chunk, FinishReason, GenerationRequest, ImageSpan, Sampling, WeightsRef
 from storage.media import media_file
 from tests.bench import engines
 from tests.bench.engines import multimodal_policies
@@ -59,7 +59,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
         one = policies.draw(rng)
         two = policies.draw(rng)
         # one of them twice
-        self.prompt, self.pictures = multimodal_policies.place_pictures(
+        self.prompt, self.images = multimodal_policies.place_images(
             [5, one, 6, 7, two, 8, one, 9], policies.image_processor
         )
         # after a test that failed
@@ -79,12 +79,12 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
         self, name: str, *, done: Sequence[int] = (), seed: int = 3, stream: bool = False
     ) -> GenerationRequest:
         request = super().request(name, done=done, seed=seed, stream=stream)
-        return replace(request, pictures=self.pictures)
+        return replace(request, images=self.images)
 
     def logprobs(
         self, version: int, ids: Sequence[int], start: int, sampling: Sampling
     ) -> npt.NDArray[np.float32]:
-        return self.policies.logprobs(self.policies.whole(version), ids, self.pictures, start, sampling)
+        return self.policies.logprobs(self.policies.whole(version), ids, self.images, start, sampling)
 
     def test_a_sequence_ends_at_the_end_of_the_context(self) -> None:
         self.prompt = [*self.prompt, *[9] * (self.context_length - 9 - len(self.prompt))]
@@ -96,23 +96,23 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
         rng = random.Random(2)
         requests = []
         for number in range(32):
-            parts: list[int | PictureSpan] = [5]
+            parts: list[int | ImageSpan] = [5]
             for _ in range(rng.randrange(1, 4)):
                 parts += [rng.randrange(5, 100) for _ in range(rng.randrange(9))]
                 parts += [3, self.policies.draw(rng), 4]
-            ids, pictures = multimodal_policies.place_pictures(parts, self.policies.image_processor)
+            ids, images = multimodal_policies.place_images(parts, self.policies.image_processor)
             sampling = Sampling(seed=number)
-            requests.append(GenerationRequest(f"{number}", ids, 0, 20, (), sampling, pictures=pictures))
+            requests.append(GenerationRequest(f"{number}", ids, 0, 20, (), sampling, images=images))
         with self.serve() as engine:
             chunks = sample(engine, *requests)
             for request in requests:
-                self.pictures = request.pictures
+                self.images = request.images
                 own = [chunk for chunk in chunks if chunk.request_id == request.request_id]
                 assert len(ids_of(own)) == 20
                 self.check_logprobs(request, own)
 
-    def test_prompts_without_pictures_never_sample_the_placeholder_either(self) -> None:
-        self.pictures = ()
+    def test_prompts_without_images_never_sample_the_placeholder_either(self) -> None:
+        self.images = ()
         self.prompt = (5, 6)
         with self.serve() as engine:
             request = replace(self.request("r"), sampling=Sampling(seed=1, temperature=3))
@@ -120,26 +120,26 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
             assert self.policies.image_processor.token_id not in ids_of(chunks)
             self.check_logprobs(request, chunks)
 
-    def test_equal_ids_with_other_pictures_are_other_prompts_for_caches_too(self) -> None:
+    def test_equal_ids_with_other_images_are_other_prompts_for_caches_too(self) -> None:
         rng = random.Random(5)
-        shown: dict[int, PictureSpan] = {}
+        shown: dict[int, ImageSpan] = {}
         while len(shown) < 2:
-            picture = self.policies.draw(rng)
-            if picture.length == 9:
-                shown[len(shown)] = picture
-        ids, _ = multimodal_policies.place_pictures([5, shown[0], *[7] * 200], self.policies.image_processor)
+            image = self.policies.draw(rng)
+            if image.length == 9:
+                shown[len(shown)] = image
+        ids, _ = multimodal_policies.place_images([5, shown[0], *[7] * 200], self.policies.image_processor)
         logprobs: list[list[float]] = []
         with self.serve() as engine:
             for number in (0, 1, 0, 1):
-                self.pictures = (replace(shown[number], start=1),)
-                request = GenerationRequest("r", ids, 0, 9, (), self.sampling(0), pictures=self.pictures)
+                self.images = (replace(shown[number], start=1),)
+                request = GenerationRequest("r", ids, 0, 9, (), self.sampling(0), images=self.images)
                 chunks = sample(engine, request)
                 self.check_logprobs(request, chunks)
                 logprobs.append([logprob for chunk in chunks for logprob in chunk.logprobs])
         assert np.allclose(logprobs[0], logprobs[2], atol=1e-5)
         assert not np.allclose(logprobs[0], logprobs[1], atol=1e-3)
 
-    def test_pictures_that_are_missing_broken_or_of_another_size_end_their_requests_alone(
+    def test_images_that_are_missing_broken_or_of_another_size_end_their_requests_alone(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         good = self.policies.draw(random.Random(3))
@@ -149,28 +149,28 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
         with self.serve() as engine:
             told = []
             for sha256, length in ((missing, 6), ("1" * 64, 6), (good.sha256, good.length + 1)):
-                picture = PictureSpan(sha256, 0, length, 56, 84)
-                ids, pictures = multimodal_policies.place_pictures(
-                    [5, picture, 6, other], self.policies.image_processor
+                image = ImageSpan(sha256, 0, length, 56, 84)
+                ids, images = multimodal_policies.place_images(
+                    [5, image, 6, other], self.policies.image_processor
                 )
-                engine.submit(GenerationRequest("r", ids, 0, 9, (), self.sampling(0), pictures=pictures))
+                engine.submit(GenerationRequest("r", ids, 0, 9, (), self.sampling(0), images=images))
                 (chunk,) = drain(engine)
                 assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
                 told.append(chunk.fault)
             assert "is missing" in told[0] and "does not have the SHA-256 in its name" in told[1]
-            assert told[2].startswith("vLLM places the pictures at [{'offset': 1, ")
+            assert told[2].startswith("vLLM places the images at [{'offset': 1, ")
             request = self.request("r")
             self.check_logprobs(request, sample(engine, request))
 
-    def test_placeholders_without_their_pictures_are_refused(self) -> None:
+    def test_placeholders_without_their_images_are_refused(self) -> None:
         with self.serve() as engine:
             for wrong in (
-                replace(self.request("r"), pictures=()),
-                replace(self.request("r"), pictures=self.pictures[1:]),
+                replace(self.request("r"), images=()),
+                replace(self.request("r"), images=self.images[1:]),
                 replace(self.request("r"), prompt_ids=[*self.prompt, self.policies.image_processor.token_id]),
             ):
                 error = catch(lambda: engine.submit(wrong), ValueError)  # noqa: B023
-                assert "do not match the pictures of the request" in str(error)
+                assert "do not match the images of the request" in str(error)
             assert engine.num_requests == 0
 
 
@@ -186,7 +186,7 @@ class Start(engines.model_folders.ModelFolders):
 
 # test_adapters.py is nightly, too
 @pytest.mark.nightly
-def test_adapters_of_the_language_part_sample_with_pictures(
+def test_adapters_of_the_language_part_sample_with_images(
     vllm: str, policies: multimodal_policies.SeeingPolicies, tmp_path: Path
 ) -> None:
     adapters = engines.adapter_folders.AdapterFolders(tmp_path, Start(policies))
@@ -195,13 +195,13 @@ def test_adapters_of_the_language_part_sample_with_pictures(
     rng = random.Random(6)
     for version in (0, 1, 4):
         awake(engine, WeightsRef(version, adapters.version("", version)))
-        ids, pictures = multimodal_policies.place_pictures(
+        ids, images = multimodal_policies.place_images(
             [5, policies.draw(rng), 6, policies.draw(rng), 7], policies.image_processor
         )
         sampling = Sampling(seed=version)
-        chunks = sample(engine, GenerationRequest("r", ids, 0, 40, (), sampling, pictures=pictures))
+        chunks = sample(engine, GenerationRequest("r", ids, 0, 40, (), sampling, images=images))
         told = [logprob for chunk in chunks for logprob in chunk.logprobs]
         whole = [*ids, *ids_of(chunks)]
-        expected = policies.logprobs(adapters.merged("", version), whole, pictures, len(ids), sampling)
+        expected = policies.logprobs(adapters.merged("", version), whole, images, len(ids), sampling)
         assert np.abs(expected - np.array(told)).max() < 1e-4
     engine.close()

@@ -1,4 +1,4 @@
-"""Processes that decode pictures: their limits, and what comes after their end."""
+"""Processes that decode images: their limits, and what comes after their end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def decoders() -> set[psutil.Process]:
     return found
 
 
-def test_pictures_are_as_without_a_process() -> None:
+def test_images_are_as_without_a_process() -> None:
     for data in (png("red"), png((1, 2, 3), (300, 200)), heavy_images.many_scans(3)):
         assert preprocess_isolated(data, IMAGE_PROCESSOR, MUCH_S) == preprocess_image(data, IMAGE_PROCESSOR)
 
@@ -49,13 +49,13 @@ def test_refusals_are_as_without_a_process() -> None:
 @pytest.mark.parametrize(
     "data", [heavy_images.many_scans(2000), heavy_images.many_chunks(200_000)], ids=["scans", "chunks"]
 )
-def test_the_cpu_time_of_a_picture_has_a_limit(data: bytes) -> None:
+def test_the_cpu_time_of_an_image_has_a_limit(data: bytes) -> None:
     with pytest.raises(SlowImageError) as refused:
         preprocess_isolated(data, IMAGE_PROCESSOR, 0.05)
     assert str(refused.value) == (
-        "the picture takes more than 0.05 s of CPU time to decode, which is the limit"
+        "the image takes more than 0.05 s of CPU time to decode, which is the limit"
     )
-    # that of each picture, not that of the process
+    # that of each image, not that of the process
     for _ in range(5):
         assert preprocess_isolated(png("red"), IMAGE_PROCESSOR, MUCH_S) == preprocess_image(
             png("red"), IMAGE_PROCESSOR
@@ -66,7 +66,7 @@ def test_memory_has_a_limit() -> None:
     with pytest.raises(ValueError) as refused:
         preprocess_isolated(heavy_images.LARGE_WEBP, IMAGE_PROCESSOR, MUCH_S)
     assert str(refused.value) == (
-        "the picture takes more than 1024 MiB of memory to decode, which is the limit"
+        "the image takes more than 1024 MiB of memory to decode, which is the limit"
     )
 
 

@@ -1,15 +1,15 @@
-"""Where the tokens of text and pictures stand. Tests of the trainer compare that with transformers."""
+"""Where the tokens of text and images stand. Tests of the trainer compare that with transformers."""
 
 from __future__ import annotations
 
 from sf_core.models.images.mrope import mrope_positions, token_grid
-from sf_core.types import PictureSpan
+from sf_core.types import ImageSpan
 
-TALL = PictureSpan("a", 2, 6, 84, 56)
-WIDE = PictureSpan("b", 9, 4, 28, 112)
+TALL = ImageSpan("a", 2, 6, 84, 56)
+WIDE = ImageSpan("b", 9, 4, 28, 112)
 
 
-def test_text_goes_on_behind_the_larger_side_of_a_picture() -> None:
+def test_text_goes_on_behind_the_larger_side_of_an_image() -> None:
     assert (token_grid(TALL), token_grid(WIDE)) == ((3, 2), (1, 4))
     places = mrope_positions(15, [TALL, WIDE]).tolist()
     assert places[:2] == [[0, 0, 0], [1, 1, 1]]

@@ -1,4 +1,4 @@
-"""Texts that spell the placeholder of pictures."""
+"""Texts that spell the placeholder of images."""
 
 from __future__ import annotations
 

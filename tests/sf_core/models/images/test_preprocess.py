@@ -1,4 +1,4 @@
-"""Pictures as clients send them become what the policy sees."""
+"""Images as clients send them become what the policy sees."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ IMAGE_PROCESSOR = ImageProcessorConfig(
     token_id=5, token_side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28
 )
 
-BROKEN = "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"
+BROKEN = "the image is broken, or its format is not PNG, JPEG, WebP or GIF"
 
 
-def save(picture: Image.Image, kind: str = "PNG", **more: object) -> bytes:
+def save(image: Image.Image, kind: str = "PNG", **more: object) -> bytes:
     file = io.BytesIO()
-    picture.save(file, kind, **more)
+    image.save(file, kind, **more)
     return file.getvalue()
 
 
 def fit(data: bytes) -> np.ndarray:
-    """[height, width, 3] of the fitted picture."""
+    """[height, width, 3] of the fitted image."""
     preprocessed = preprocess_image(data, IMAGE_PROCESSOR)
-    picture = Image.open(io.BytesIO(preprocessed.png))
-    assert picture.mode == "RGB"
-    assert picture.size == (preprocessed.width, preprocessed.height)
-    return np.asarray(picture)
+    image = Image.open(io.BytesIO(preprocessed.png))
+    assert image.mode == "RGB"
+    assert image.size == (preprocessed.width, preprocessed.height)
+    return np.asarray(image)
 
 
-def test_picture_of_the_grid_keeps_its_pixels() -> None:
+def test_image_of_the_grid_keeps_its_pixels() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (84, 112, 3), dtype=np.uint8)
     np.testing.assert_array_equal(fit(save(Image.fromarray(pixels))), pixels)
 
@@ -54,17 +54,17 @@ def test_picture_of_the_grid_keeps_its_pixels() -> None:
     ],
 )
 def test_every_kind_of_pixel_is_shown(mode: str, colour: Any, shown: tuple[int, int, int]) -> None:
-    picture = Image.new(mode, (56, 56), colour)
-    np.testing.assert_array_equal(fit(save(picture)), np.full((56, 56, 3), shown))
+    image = Image.new(mode, (56, 56), colour)
+    np.testing.assert_array_equal(fit(save(image)), np.full((56, 56, 3), shown))
 
 
 def test_transparent_palette_is_put_on_white() -> None:
-    picture = Image.new("P", (56, 56), 0)
-    picture.putpalette([10, 20, 30])
-    np.testing.assert_array_equal(fit(save(picture, transparency=0)), np.full((56, 56, 3), 255))
+    image = Image.new("P", (56, 56), 0)
+    image.putpalette([10, 20, 30])
+    np.testing.assert_array_equal(fit(save(image, transparency=0)), np.full((56, 56, 3), 255))
 
 
-def test_of_a_phones_picture_the_first_frame_is_shown() -> None:
+def test_of_a_phones_image_the_first_frame_is_shown() -> None:
     frames = [Image.new("RGB", (56, 112), colour) for colour in ("white", "black")]
     exif = Image.Exif()
     exif[0x112] = 6
@@ -73,7 +73,7 @@ def test_of_a_phones_picture_the_first_frame_is_shown() -> None:
     np.testing.assert_array_equal(fit(phones), np.full((56, 112, 3), 255))
 
 
-def test_picture_is_turned_as_exif_says() -> None:
+def test_image_is_turned_as_exif_says() -> None:
     pixels = np.zeros((56, 112, 3), np.uint8)
     pixels[:, :56] = 255
     exif = Image.Exif()
@@ -92,10 +92,10 @@ def test_picture_is_turned_as_exif_says() -> None:
         # Pillow reads them, and starts a program for EPS
         (save(Image.new("RGB", (90, 90)), "TIFF"), BROKEN),
         (save(Image.new("RGB", (90, 90)), "EPS"), BROKEN),
-        (save(Image.new("RGB", (90, 90)))[:-40], "the picture cannot be decoded: "),
+        (save(Image.new("RGB", (90, 90)))[:-40], "the image cannot be decoded: "),
         (
             save(Image.new("RGB", (8, 1700))),
-            "the picture has 8 by 1700 pixels; the ratio of its sides must not exceed 200",
+            "the image has 8 by 1700 pixels; the ratio of its sides must not exceed 200",
         ),
         (
             save(
@@ -104,7 +104,7 @@ def test_picture_is_turned_as_exif_says() -> None:
                 save_all=True,
                 append_images=[Image.new("RGB", (56, 56), "red")],
             ),
-            "the picture is animated",
+            "the image is animated",
         ),
     ],
 )
@@ -114,13 +114,13 @@ def test_what_cannot_be_shown_is_refused(data: bytes, told: str) -> None:
     assert told in str(refusal.value)
 
 
-def test_large_pictures_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     data = save(Image.new("RGB", (300, 300)))
     monkeypatch.setattr(preprocess, "MAX_PIXELS", 300 * 300 - 1)
-    with pytest.raises(ValueError, match="the picture has 300 by 300 pixels; the limit is 89999 pixels"):
+    with pytest.raises(ValueError, match="the image has 300 by 300 pixels; the limit is 89999 pixels"):
         preprocess_image(data, IMAGE_PROCESSOR)
     monkeypatch.setattr(preprocess, "MAX_BYTES", len(data) - 1)
-    with pytest.raises(ValueError, match=f"the picture has {len(data)} bytes; the limit is {len(data) - 1}"):
+    with pytest.raises(ValueError, match=f"the image has {len(data)} bytes; the limit is {len(data) - 1}"):
         preprocess_image(data, IMAGE_PROCESSOR)
 
 
@@ -129,5 +129,5 @@ def test_a_long_text_in_a_small_file_is_not_unpacked() -> None:
     texts.add_text("comment", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
     data = save(Image.new("RGB", (56, 56)), pnginfo=texts)
     assert len(data) < 10_000
-    with pytest.raises(ValueError, match=r"^the picture cannot be decoded: Decompressed data too large"):
+    with pytest.raises(ValueError, match=r"^the image cannot be decoded: Decompressed data too large"):
         preprocess_image(data, IMAGE_PROCESSOR)

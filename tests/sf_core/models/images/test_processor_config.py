@@ -28,11 +28,11 @@ def test_fit_is_qwens_and_is_left_alone(height: int, width: int, max_tokens: int
     try:
         preprocessed = image_processor.smart_resize(height, width)
     except ValueError as error:
-        assert str(error).startswith(f"the picture has {width} by {height} pixels")
+        assert str(error).startswith(f"the image has {width} by {height} pixels")
         return
     limits = image_processor.token_side, image_processor.min_pixels, image_processor.max_pixels
     assert preprocessed == smart_resize(height, width, *limits)
-    # the processor of an engine has the limits of the folder, and meets the picture at this size
+    # the processor of an engine has the limits of the folder, and meets the image at this size
     assert (
         smart_resize(
             *preprocessed, IMAGE_PROCESSOR.token_side, IMAGE_PROCESSOR.min_pixels, IMAGE_PROCESSOR.max_pixels
@@ -43,7 +43,7 @@ def test_fit_is_qwens_and_is_left_alone(height: int, width: int, max_tokens: int
 
 
 def test_limit_below_the_processors_least_is_refused() -> None:
-    """An engine would make the picture larger again."""
+    """An engine would make the image larger again."""
     with pytest.raises(
         ValueError, match=r"max_picture_tokens is 3, but the policy.s processor uses at least"
     ):

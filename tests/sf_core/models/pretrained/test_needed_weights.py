@@ -38,7 +38,7 @@ def stored(
         if kind not in made:
             folder = str(tmp_path_factory.mktemp(kind))
             if kind == "qwen2_5_vl":
-                bench.training.pictures.seeing_policy(folder)
+                bench.training.images.seeing_policy(folder)
             elif kind in bench.engines.model_folders.CONFIGS:
                 folder = model_folders(kind)
             else:

@@ -10,7 +10,7 @@ from PIL import Image
 from sf_core.reports.html import blocks
 from sf_core.reports.sessions import SessionSet
 from sf_core.reports.view import RunView
-from storage.media import store_picture
+from storage.media import store_image
 from storage.run_directory import RunDirectory
 from tests.bench.reports.report_runs import commit_iteration
 from tests.bench.reports.tables import trajectory
@@ -45,10 +45,10 @@ def test_once_blocks_do_not_fit_older_iterations_are_not_read(
     assert embedded.num_all == 12
 
 
-def test_pictures_are_embedded_small_and_a_missing_one_is_left_out(tmp_path: Path) -> None:
+def test_images_are_embedded_small_and_a_missing_one_is_left_out(tmp_path: Path) -> None:
     file = io.BytesIO()
     Image.new("RGB", (1280, 720), "red").save(file, "PNG")
-    sha256 = store_picture(str(tmp_path), file.getvalue())
+    sha256 = store_image(str(tmp_path), file.getvalue())
     small = blocks.make_thumbnail(str(tmp_path), sha256)
     assert small is not None
     data = base64.b64decode(small.removeprefix("data:image/webp;base64,"))

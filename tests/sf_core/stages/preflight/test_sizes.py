@@ -105,8 +105,8 @@ def test_the_tower_of_a_policy_that_sees_is_held_by_each_rank_and_not_trained(tm
     assert sizes.cache == 2 * 64 * 2 * 100 * 1 * 32 * 2 * 2 // 2 and sizes.activations > 0
     assert sizes.features == 4 * 100 * 64 * 2
     said = explained(config)["memory"]
-    assert f"with {2 * tower / 1e3:,.0f} kB of the tower that reads pictures" in said
-    assert said.endswith(", and at most 51 kB for features of pictures")
+    assert f"with {2 * tower / 1e3:,.0f} kB of the tower that reads images" in said
+    assert said.endswith(", and at most 51 kB for features of images")
 
 
 @pytest.fixture(scope="module")

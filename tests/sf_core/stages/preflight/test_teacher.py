@@ -72,7 +72,7 @@ def test_a_policy_that_sees_is_taught_by_one_that_sees(tmp_path: Path, small_pol
         config = configured({"model": sees}, policy, engine=engine)
         assert vocabulary_fault(config, Facts(config)) is None
         for teacher, said in (
-            ({"model": small_policy}, f"train.teacher.model: {small_policy} does not see pictures, but"),
+            ({"model": small_policy}, f"train.teacher.model: {small_policy} does not see images, but"),
             (AT_URL | {"tokenizer": sees}, "train.teacher.url: a server receives token ids only"),
         ):
             config = configured(teacher, policy, engine=engine)

@@ -30,7 +30,7 @@ class TestContract(TrainerTests):
         ],
         ids=lambda param: (
             f"a checkpoint every {param[0]}, {param[1]}{', an adapter' * bool(param[2])}"
-            f"{', pictures' * (len(param) > 3)}"
+            f"{', images' * (len(param) > 3)}"
         ),
     )
     def _in(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -50,7 +50,7 @@ class TestContract(TrainerTests):
         if self.sees:
             rows = [[([3, name, 2], 4), ([1, "2", 1], 3)] for name in "0104"]
             places = self.directory.start_dir, self.directory.media_dir
-            return training.pictures.seeing_batch(
+            return training.images.seeing_batch(
                 *places, rows, group_size=4, version=iteration, seed=iteration
             )
         return training.batches.make_batch(
