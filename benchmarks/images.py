@@ -4,7 +4,7 @@
     python -m benchmarks.images --only gateway
 
 Baseline in the same run: the same conversations with a line of text in place of each screen. The policies are
-built-in ones that see, with random weights. Figures by section:
+built-in multimodal ones, with random weights. Figures by section:
 
 gateway   sessions of 20 turns, each with a new drawn screen of 1280 by 720 pixels as PNG in a data URL, and
           the whole history in every request, to our data plane with an emulated engine: CPU of the data plane
@@ -81,7 +81,7 @@ def main(only: Annotated[list[str] | None, typer.Option(help="sections; all by d
     print(json.dumps(line))
 
 
-def make_seeing(folder: Path, max_tokens: int, **shape: int) -> str:
+def make_multimodal(folder: Path, max_tokens: int, **shape: int) -> str:
     """A policy whose processor lets an image have as many tokens as Qwen2.5-VL's would give it."""
     make_policy(str(folder), PolicyConfig(sees=True, **shape), seed=0)
     processor = json.loads((folder / PREPROCESSOR_CONFIG).read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def draw_screen(number: int, size: tuple[int, int] = SCREEN) -> bytes:
 
 
 def measure_gateway(folder: Path) -> Line:
-    make_seeing(folder / "model", 16_384, hidden_size=32, num_layers=1)
+    make_multimodal(folder / "model", 16_384, hidden_size=32, num_layers=1)
     screens = [[draw_screen(TURNS * s + t) for t in range(TURNS)] for s in range(SESSIONS)]
     line: Line = {"png_kb": round(statistics.mean(len(png) for one in screens for png in one) / 1e3)}
     with local_stack(folder / "logs", {"PYTHONPATH": str(Path.cwd())}) as stack:
@@ -176,7 +176,7 @@ async def play(target: Target, path: str, screens: list[bytes] | None) -> list[t
 
 def measure_engine(folder: Path) -> Line:
     """Screens of 40 tokens: the prompts are those of small policies."""
-    model = make_seeing(folder / "model", 40, hidden_size=128, num_layers=4)
+    model = make_multimodal(folder / "model", 40, hidden_size=128, num_layers=4)
     policy = PolicyFolder(model, untied=True)
     policy.take(model)
     assert policy.image_processor is not None
@@ -309,7 +309,7 @@ async def measure_rate(
 
 
 def measure_trainer(folder: Path) -> Line:
-    model = make_seeing(folder / "model", 40, hidden_size=128, num_layers=4)
+    model = make_multimodal(folder / "model", 40, hidden_size=128, num_layers=4)
     image_processor = read_image_processor(model)
     media = str(folder / "media")
     assert image_processor is not None

@@ -105,16 +105,16 @@ class AsyncEngine(Engine, Protocol):
 
 
 def check_request(
-    request: GenerationRequest, context_length: int, vocab_size: int, *, sees: bool = False
+    request: GenerationRequest, context_length: int, vocab_size: int, *, is_multimodal: bool = False
 ) -> None:
-    """Raises ValueError if no engine of this context and vocabulary can do it. `sees`: whether the engine
-    shows images."""
+    """Raises ValueError if no engine of this context and vocabulary can do it. `is_multimodal`: whether the
+    engine shows images."""
     ids = request.prompt_ids
     if not 0 < len(ids) < context_length:
         raise ValueError(f"the prompt has {len(ids)} tokens; expected 1 to {context_length - 1}")
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise ValueError(f"the prompt has a token id outside the vocabulary of {vocab_size} tokens")
-    if request.images and not sees:
+    if request.images and not is_multimodal:
         raise ValueError("images were given, but this engine does not support images")
     if request.max_tokens < 1:
         raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")

@@ -29,7 +29,7 @@ class EngineKind:
     follows_grammars: bool = False
     """Answers can be held to a grammar."""
     supports_images: bool = False
-    """Policies that see are shown the images of requests."""
+    """Multimodal policies are shown the images of requests."""
     trainer: str = "torch"
     """The trainer backend where `train.backend` is empty."""
     limits: str | None = None

@@ -1,4 +1,4 @@
-"""The built-in policy: a small Qwen3, or a Qwen2.5-VL that sees, and its tokenizer, as a Hugging Face folder.
+"""The built-in policy: a small Qwen3, or a small Qwen2.5-VL, and its tokenizer, as a Hugging Face folder.
 
 Owns the vocabulary, the chat format and the shape of the network. Trains nothing (see training/warmstart.py).
 """
@@ -47,7 +47,7 @@ PHRASES = [
 ]
 
 # The same for those of the environment `screen`.
-SEEING_PHRASES = [
+MULTIMODAL_PHRASES = [
     "Press all ",
     " buttons.",
     *("red", "green", "blue", "yellow", "pink", "black"),
@@ -73,7 +73,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
+MULTIMODAL_TEMPLATE = CHAT_TEMPLATE.replace(
     " + (message.content or '') }}",
     """ }}
 {%- if message.content is string -%}{{ message.content }}
@@ -112,7 +112,7 @@ def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if config.sees:
-            model: Any = Qwen2_5_VLForConditionalGeneration(_seeing(shape, tokenizer))
+            model: Any = Qwen2_5_VLForConditionalGeneration(_multimodal_policy(shape, tokenizer))
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape))
     model.save_pretrained(folder)
@@ -121,7 +121,7 @@ def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
         Path(folder, PREPROCESSOR_CONFIG).write_text(json.dumps(_PROCESSOR, indent=1), encoding="utf-8")
 
 
-def _seeing(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
+def _multimodal_policy(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
     """A Qwen2.5-VL whose language part has this shape."""
     # heads of 32: a sixth of their 16 frequencies is time's, as in the models that are published
     rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
@@ -168,9 +168,9 @@ _PROCESSOR = {
 }
 
 
-def make_tokenizer(sees: bool = False) -> PreTrainedTokenizerFast:
+def make_tokenizer(is_multimodal: bool = False) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, a few whole phrases, the marks of turns and tool calls, and of
-    images if the policy sees.
+    images if the policy is multimodal.
 
     Text of these characters comes back from its ids unchanged; any other character becomes `<unk>`.
     """
@@ -180,16 +180,16 @@ def make_tokenizer(sees: bool = False) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([PADDING, TURN_START, TURN_END])
     backend.add_tokens([AddedToken(text, normalized=False) for text in (CALL_START, CALL_END, *PHRASES)])
-    marks = [VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD] * sees
+    marks = [VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD] * is_multimodal
     backend.add_special_tokens(marks)
-    backend.add_tokens([AddedToken(text, normalized=False) for text in SEEING_PHRASES * sees])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in MULTIMODAL_PHRASES * is_multimodal])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token=UNKNOWN,
         pad_token=PADDING,
         eos_token=TURN_END,
         additional_special_tokens=[TURN_START, *marks],
-        chat_template=SEEING_TEMPLATE if sees else CHAT_TEMPLATE,
+        chat_template=MULTIMODAL_TEMPLATE if is_multimodal else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=BUILT_IN_CONTEXT,
         tool_format="plain",

@@ -43,7 +43,7 @@ class DecoderSpec:
     rope_scaling: float
     """Factor on the rotated queries and keys (YaRN); 1 otherwise."""
     axes: torch.Tensor | None = None
-    """[head_dim / 2] which of time, row and column turns each rotary pair, for a policy that sees."""
+    """[head_dim / 2] which of time, row and column turns each rotary pair, for a multimodal policy."""
 
 
 def decoder_spec(config: Any, max_length: int) -> DecoderSpec | None:

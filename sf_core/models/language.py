@@ -1,4 +1,4 @@
-"""What of a policy reads tokens: all of it, or the part of one that sees that is trained."""
+"""The language model of a policy: the whole policy, or the trained part of a multimodal policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOWER = "visual."
 
 def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:
     """The weights in the folder of a version, with those of the start folder that no version has: the tower
-    of a policy that sees."""
+    of a multimodal policy."""
     if read_image_processor(start) is None:
         return load_weights(version)
     tower = {name: tensor for name, tensor in load_weights(start).items() if name.startswith(TOWER)}
@@ -34,7 +34,7 @@ def copy_version(start: str, version: str, folder: str) -> list[FileRef]:
 
 def language_model(config: Any) -> tuple[Any, Any]:
     """The class in transformers, with `from_config` and `from_pretrained`, and the configuration of a
-    policy's causal LM. That of a policy that sees is a Qwen2 whose rotations have three axes. Its weights
+    policy's causal LM. That of a multimodal policy is a Qwen2 whose rotations have three axes. Its weights
     have the names that they have in the policy's files."""
     from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 

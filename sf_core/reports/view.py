@@ -28,7 +28,7 @@ from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.metrics import read_metrics
 from storage.tables.outcomes import outcomes_of
-from storage.tables.schema import SEEING_SCHEMA, Trajectory
+from storage.tables.schema import MULTIMODAL_SCHEMA, Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
 from storage.tensors.weights import has_weights
 
@@ -306,7 +306,7 @@ class RunView:
             for uri in session_set.uris:
                 ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
                 if session_id in ids:
-                    table = read_trajectories(uri, SEEING_SCHEMA.names)
+                    table = read_trajectories(uri, MULTIMODAL_SCHEMA.names)
                     return session_set, to_rows(table.filter(pc.equal(table["session_id"], session_id)))
                 other_ids.update(ids)
         hint = did_you_mean(session_id, sorted(other_ids)) if other_ids else "; none is committed yet"

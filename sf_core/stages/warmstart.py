@@ -106,7 +106,7 @@ def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
             for png in encoded.files.values():
                 store_image(run.directory.media_dir, png)
             rows.append(_trajectory(run.config, encoded, step, number, iteration))
-    table = to_table(run.directory.run_id, rows, sees=renderer.image_processor is not None)
+    table = to_table(run.directory.run_id, rows, is_multimodal=renderer.image_processor is not None)
     table = table.add_column(1, "iteration", [np.full(len(rows), iteration, np.int32)])
     batch = write_batch(
         run.directory,

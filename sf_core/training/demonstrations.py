@@ -164,7 +164,7 @@ def _read_messages(
     """Messages in canonical form, and the PNG files of their images by their hashes, as the policy sees
     them."""
     files = dict[str, bytes]()
-    left_out = LeftOut(sees=image_processor is not None)
+    left_out = LeftOut(is_multimodal=image_processor is not None)
     try:
         canonical = [
             message

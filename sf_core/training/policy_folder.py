@@ -30,7 +30,7 @@ _FULL_ONES = "training needs unquantised weights: name the folder of the origina
 FULL = {"F64", "F32", "F16", "BF16"}
 """Dtypes of weights that are not quantised."""
 
-_MAY_SEE = ("policy.model", "train.teacher.model")
+_MAY_BE_MULTIMODAL = ("policy.model", "train.teacher.model")
 """Settings that may name a model that is shown images."""
 
 _SOME_NAMES = ("model.embed_tokens.weight", f"{TOWER}patch_embed.proj.weight")
@@ -88,13 +88,13 @@ def check_weights_folder(model: str, setting: str) -> None:
     except (ValueError, OSError) as error:
         raise ValueError(f"{setting}: {error}") from None
     if read_model_config(model, setting).get("model_type") in MULTIMODAL_MODEL_TYPES:
-        _check_seeing(model, setting, names)
+        _check_multimodal(model, setting, names)
     if dtypes:
         raise ValueError(f"{setting}: the weights of {model} are quantised ({dtypes}); {_FULL_ONES}")
     check_weights(read_model_config(model, setting), model, setting)
 
 
-def _check_seeing(model: str, setting: str, names: Collection[str]) -> None:
+def _check_multimodal(model: str, setting: str, names: Collection[str]) -> None:
     """Raises ValueError if the trainer cannot use a model of MULTIMODAL_MODEL_TYPES with weights of these
     names."""
     from transformers import AutoConfig
@@ -130,7 +130,9 @@ def _fault_of(model: str, setting: str) -> str | None:
     else:
         return None
     named = "a folder of a causal language model (...ForCausalLM in its config.json)"
-    seeing = f", or of a model that sees images ({', '.join(MULTIMODAL_MODEL_TYPES)})" * (setting in _MAY_SEE)
+    seeing = f", or of a model that sees images ({', '.join(MULTIMODAL_MODEL_TYPES)})" * (
+        setting in _MAY_BE_MULTIMODAL
+    )
     return f"{model} is {problem}: name {named}{seeing}"
 
 
@@ -138,7 +140,7 @@ def _is_causal(shape: dict[str, Any], setting: str) -> bool:
     """Whether a model continues tokens; only policies and their teachers are shown images."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    seeing = MULTIMODAL_MODEL_TYPES if setting in _MAY_SEE else ()
+    seeing = MULTIMODAL_MODEL_TYPES if setting in _MAY_BE_MULTIMODAL else ()
     return shape.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *seeing}
 
 
@@ -192,12 +194,12 @@ def read_model_config(folder: str, setting: str = "policy.model") -> dict[str, A
 
 def count_parameters(folder: str) -> int:
     """Number of parameters of a model folder that are trained: those that its architecture has, but not those
-    of the tower of a policy that sees. A head that is tied to the embedding counts once."""
+    of the vision tower of a multimodal policy. A head that is tied to the embedding counts once."""
     return count_needed(read_model_config(folder))
 
 
-def count_tower(folder: str) -> int:
-    """Number of parameters of the tower of a policy that sees; 0 if it does not."""
+def count_vision_tower(folder: str) -> int:
+    """Number of parameters of the vision tower of a multimodal policy; 0 if it does not."""
     header, _ = open_weights(folder)
     return sum(math.prod(entry.shape) for name, entry in header.entries.items() if name.startswith(TOWER))
 

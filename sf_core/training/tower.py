@@ -26,7 +26,7 @@ from storage.media import ImageSpan, read_image
 
 
 class Tower:
-    """The tower of a policy that sees. It is not trained: the models of a run share one."""
+    """The tower of a multimodal policy. It is not trained: the models of a run share one."""
 
     def __init__(
         self, model_dir: str, media: str, device: str = "cpu", dtype: torch.dtype | Literal["auto"] = "auto"

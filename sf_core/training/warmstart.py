@@ -38,7 +38,7 @@ def warmstart(folder: str, config: RunConfig) -> None:
     assert warm is not None
     smoothing = LABEL_SMOOTHING if warm.label_smoothing is None else warm.label_smoothing
     renderer = open_renderer(folder)
-    learner = Blind(folder) if renderer.image_processor is None else Seeing(folder)
+    learner = TextLearner(folder) if renderer.image_processor is None else MultimodalLearner(folder)
     parameters = list(learner.model.parameters())
     optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=True)
     for step, batch in enumerate(demonstrations(config, range(steps))):
@@ -57,7 +57,7 @@ def warmstart(folder: str, config: RunConfig) -> None:
     learner.model.save_pretrained(folder)
 
 
-class Blind:
+class TextLearner:
     """The built-in policy as trainers compute it."""
 
     def __init__(self, folder: str) -> None:
@@ -74,7 +74,7 @@ class Blind:
             yield self._network.logits(microbatch), microbatch.targets
 
 
-class Seeing:
+class MultimodalLearner:
     """The built-in policy that sees, as transformers computes it: here alone its tower is trained."""
 
     def __init__(self, folder: str) -> None:
@@ -85,7 +85,7 @@ class Seeing:
     def predict(
         self, demonstrations: list[EncodedDemonstration]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """As that of `Blind`."""
+        """As that of `TextLearner`."""
         size = max(
             1, TOKENS_PER_MICROBATCH // max(demonstration.token_ids.size for demonstration in demonstrations)
         )

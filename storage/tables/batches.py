@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 from storage.tables import parquet
-from storage.tables.schema import IMAGES, SCHEMA, SEEING_SCHEMA
+from storage.tables.schema import IMAGES, MULTIMODAL_SCHEMA, SCHEMA
 from storage.tables.trajectories import read_trajectories
 
 TRAIN = "train"
@@ -52,7 +52,7 @@ def write_batch(
         pa.array(decisions, pa.string()),
     ]
     # whether the policy sees
-    schema_of_rows = SEEING_SCHEMA if IMAGES.name in trajectories.column_names else SCHEMA
+    schema_of_rows = MULTIMODAL_SCHEMA if IMAGES.name in trajectories.column_names else SCHEMA
     columns = [trajectories[name] for name in schema_of_rows.names]
     table = pa.table([*columns, *added], schema=pa.unify_schemas([schema_of_rows, _ADDED]))
     uri = f"{run.partition('batches', iteration)}/{part}.parquet"

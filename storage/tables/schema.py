@@ -77,9 +77,9 @@ IMAGE = pa.struct(
 )
 
 IMAGES = pa.field("images", pa.list_(IMAGE))
-"""The column that the files of policies that see have too."""
+"""The column that the files of multimodal policies have too."""
 
-SEEING_SCHEMA = SCHEMA.append(IMAGES)
+MULTIMODAL_SCHEMA = SCHEMA.append(IMAGES)
 
 
 class TurnSpan(NamedTuple):

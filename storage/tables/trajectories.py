@@ -21,9 +21,9 @@ from storage.tables import parquet
 from storage.tables.schema import (
     IMAGE,
     IMAGES,
+    MULTIMODAL_SCHEMA,
     NOT_SAMPLED,
     SCHEMA,
-    SEEING_SCHEMA,
     TURN,
     Trajectory,
     TurnSpan,
@@ -43,19 +43,19 @@ def write_trajectories(
     part: str,
     kind: TrajectoryKind = "trajectories",
     *,
-    sees: bool = False,
+    is_multimodal: bool = False,
 ) -> FileRef:
     """Write one part of an iteration (of a policy version, for other kinds). `part` names the shard and the
     attempt; the same part of the same iteration is the same file. Rows are consumed as they are written, so
-    that only one row group of an iterator is in memory. `sees`: the policy is shown images, and the file
-    has the column IMAGES."""
+    that only one row group of an iterator is in memory. `is_multimodal`: the policy is shown images, and the
+    file has the column IMAGES."""
     uri = f"{run.partition(kind, iteration)}/{part}.parquet"
-    tables = (to_table(run.run_id, group, sees=sees) for group in _row_groups(rows))
-    return run.relative(parquet.write_tables(uri, SEEING_SCHEMA if sees else SCHEMA, tables))
+    tables = (to_table(run.run_id, group, is_multimodal=is_multimodal) for group in _row_groups(rows))
+    return run.relative(parquet.write_tables(uri, MULTIMODAL_SCHEMA if is_multimodal else SCHEMA, tables))
 
 
 def read_trajectories(
-    uri: str, columns: list[str] | None = None, schema: pa.Schema = SEEING_SCHEMA
+    uri: str, columns: list[str] | None = None, schema: pa.Schema = MULTIMODAL_SCHEMA
 ) -> pa.Table:
     """Read one file, and add the column `iteration` from the name of its folder. IMAGES is left out where it
     is missing.
@@ -83,12 +83,12 @@ def iteration_of(uri: str) -> int:
 def iter_trajectories(
     uri: str, max_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Read one file in the columns of SEEING_SCHEMA, or some of them, `max_rows` at a time. IMAGES is left
-    out where it is missing. Raises ValueError if it cannot be read."""
-    names = SEEING_SCHEMA.names if columns is None else list(columns)
-    for batch in parquet.iter_batches(uri, max_rows, names, SEEING_SCHEMA, [IMAGES.name]):
+    """Read one file in the columns of MULTIMODAL_SCHEMA, or some of them, `max_rows` at a time. IMAGES is
+    left out where it is missing. Raises ValueError if it cannot be read."""
+    names = MULTIMODAL_SCHEMA.names if columns is None else list(columns)
+    for batch in parquet.iter_batches(uri, max_rows, names, MULTIMODAL_SCHEMA, [IMAGES.name]):
         present = [name for name in names if name in batch.schema.names]
-        schema = pa.schema([SEEING_SCHEMA.field(name) for name in present])
+        schema = pa.schema([MULTIMODAL_SCHEMA.field(name) for name in present])
         # Parquet has its own name for the elements of a list
         yield batch.select(present).cast(schema)
 
@@ -99,7 +99,7 @@ def first_rows(session_ids: pa.ChunkedArray) -> np.ndarray:
     return np.sort(np.unique(codes, return_index=True)[1])
 
 
-def to_table(run_id: str, rows: Sequence[Trajectory], *, sees: bool = False) -> pa.Table:
+def to_table(run_id: str, rows: Sequence[Trajectory], *, is_multimodal: bool = False) -> pa.Table:
     """Raises ValueError if the arrays of a row differ in length, or if a row has images and its policy does
     not see."""
     for row in rows:
@@ -127,8 +127,8 @@ def to_table(run_id: str, rows: Sequence[Trajectory], *, sees: bool = False) -> 
         "started_at": [round(row.started_at * 1e6) for row in rows],
         "finished_at": [round(row.finished_at * 1e6) for row in rows],
     }
-    schema = SEEING_SCHEMA if sees else SCHEMA
-    if sees:
+    schema = MULTIMODAL_SCHEMA if is_multimodal else SCHEMA
+    if is_multimodal:
         columns[IMAGES.name] = _structs(IMAGE, [row.images for row in rows])
     elif row_seeing := next((row for row in rows if row.images), None):
         raise ValueError(

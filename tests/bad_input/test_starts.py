@@ -144,14 +144,14 @@ def test_settings_that_do_not_go_with_an_adapter_are_refused(refusal: Refusal, t
 """)
 def test_settings_with_which_a_policy_is_shown_nothing_are_refused(
     refusal: Refusal,
-    small_seeing_policy: str,
+    small_multimodal_policy: str,
     small_policy: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # which vLLM is here is the matter of other tests
     monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
-    (tmp_path / "sees").symlink_to(small_seeing_policy)
+    (tmp_path / "sees").symlink_to(small_multimodal_policy)
     (tmp_path / "model").symlink_to(small_policy)
     refusal.check(tmp_path)
 

@@ -107,7 +107,7 @@ def two_layer_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def small_seeing_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+def small_multimodal_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a built-in policy of one layer that sees images, which tests only read."""
     return _make_policy(tmp_path_factory.mktemp("sees"), 1, sees=True)
 

@@ -80,7 +80,7 @@ def conversation(messages: list[dict[str, Any]], given: int = 1, **changes: Any)
 
 def sample(run: RunDirectory, iteration: int, rows: list[Trajectory]) -> None:
     """Commit a rollout."""
-    ref = write_trajectories(run, iteration, rows, "rollout-1", sees=any(row.images for row in rows))
+    ref = write_trajectories(run, iteration, rows, "rollout-1", is_multimodal=any(row.images for row in rows))
     data = {"groups": [iteration], "rejected": {}, "failures": {}, "reward_mean": mean_reward(rows)}
     commit(run, iteration, "rollout", outputs=[ref], data=data)
 

@@ -62,7 +62,7 @@ def tables() -> list[str]:
     """Columns of all Parquet files."""
     known = {
         "trajectories": schema.SCHEMA,
-        "trajectories with images": schema.SEEING_SCHEMA,
+        "trajectories with images": schema.MULTIMODAL_SCHEMA,
         "batches": batches.BATCH_SCHEMA,
         "judgements": judgements.SCHEMA,
         "outcomes": outcomes.SCHEMA,

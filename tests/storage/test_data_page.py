@@ -16,7 +16,7 @@ from storage.tables.metrics import write_metrics
 from storage.tables.outcomes import SCHEMA as OUTCOMES
 from storage.tables.outcomes import write_outcomes
 from storage.tables.parquet import SCHEMA_VERSION
-from storage.tables.schema import SCHEMA, SEEING_SCHEMA, TURN
+from storage.tables.schema import MULTIMODAL_SCHEMA, SCHEMA, TURN
 from storage.tables.scores import SCHEMA as SCORES
 from storage.tables.trajectories import read_trajectories, write_trajectories
 from tests.bench import runs
@@ -57,7 +57,7 @@ def types(schema: pa.Schema) -> dict[str, str]:
 def test_every_column_is_documented_with_its_type_in_its_place() -> None:
     columns = documented("trajectories", "Columns", "column")
     assert columns.pop("iteration") == "partition, int"
-    assert list(columns.items()) == list(types(SEEING_SCHEMA).items())
+    assert list(columns.items()) == list(types(MULTIMODAL_SCHEMA).items())
 
 
 def test_every_column_a_batch_adds_is_documented() -> None:

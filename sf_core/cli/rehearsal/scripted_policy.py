@@ -94,7 +94,7 @@ class ScriptedPolicy:
         message = assistant_message(self._answer, [], _TURN)
         answers = [
             Answer(_TURN, message, "stop", None, _NUM_TOKENS, _NUM_TOKENS, [] if request.logprobs else None)
-            for request in dialect.parse(body, Session(_TURN), sees=True)
+            for request in dialect.parse(body, Session(_TURN), is_multimodal=True)
             for _ in range(request.num_samples)
         ]
         return body, answers

@@ -70,7 +70,7 @@ class SentImage(NamedTuple):
 class LeftOut:
     """Parts of a request that the model is not shown, and the images that it is shown."""
 
-    sees: bool = False
+    is_multimodal: bool = False
     """Whether the model is shown images."""
     kinds: list[str] = field(default_factory=list)
     """Kinds of the parts that were left out: names of counters."""
@@ -130,7 +130,7 @@ def kind_of_media(part: Any) -> str:
 def read_media(part: Any, where: str, left_out: LeftOut) -> str | Part:
     """The image of a part of Google's, or the text that replaces media that the model is not shown."""
     kind = kind_of_media(part)
-    if kind != IMAGE or not left_out.sees:
+    if kind != IMAGE or not left_out.is_multimodal:
         return left_out.sentence(kind, where)
     inline = part.get("inline_data")
     data = inline.get("data") if isinstance(inline, dict) else None
@@ -149,7 +149,7 @@ def read_parts(content: Any, where: str, left_out: LeftOut) -> list[str | Part]:
     """The texts and, for a model that is shown images, also the images."""
     return [
         read_image(part, f"{where}[{i}]", left_out)
-        if left_out.sees and _kind_of_part(part) == IMAGE
+        if left_out.is_multimodal and _kind_of_part(part) == IMAGE
         else _text_of_part(part, where)
         for i, part in enumerate(_list_parts(content, where))
     ]
@@ -240,7 +240,7 @@ def read_result(content: Any, where: str, left_out: LeftOut) -> Content:
     parts = []
     for part in _list_parts(content, where):
         kind = _kind_of_part(part)
-        is_shown = not kind or (kind == IMAGE and left_out.sees)
+        is_shown = not kind or (kind == IMAGE and left_out.is_multimodal)
         parts.append(part if is_shown else left_out.sentence(kind, where))
     return join_result(read_parts(parts, where, left_out))
 

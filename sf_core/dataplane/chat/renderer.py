@@ -107,7 +107,7 @@ class Renderer:
         self.image_processor = (
             read_image_processor(str(folder)) if (folder / "config.json").exists() else None
         )
-        """How the policy sees images, within the limits of its processor; None: it is shown none."""
+        """That of a multimodal policy; None: the policy reads no images."""
         if (
             self.image_processor is not None
             and self._tokenizer.id_to_token(self.image_processor.token_id) is None
@@ -165,12 +165,12 @@ class Renderer:
         """Whether a prompt with a tool differs from one without."""
 
     def _find_append_only_roles(self) -> frozenset[str]:
-        sees = self.image_processor is not None
-        key = encode_sorted([self.templates.sources, self._special | self.options, sees])
+        is_multimodal = self.image_processor is not None
+        key = encode_sorted([self.templates.sources, self._special | self.options, is_multimodal])
         roles = _append_only_roles.get(key)
         if roles is None:
             roles = append_only_roles(self.render)
-            if sees:
+            if is_multimodal:
                 roles &= append_only_roles(with_images(self.render))
             _cache(_append_only_roles, key, roles)
         return roles

@@ -16,7 +16,7 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
 from storage.run_directory import RunDirectory
 from storage.tables.parquet import METADATA
-from storage.tables.schema import SCHEMA, SEEING_SCHEMA
+from storage.tables.schema import MULTIMODAL_SCHEMA, SCHEMA
 from storage.tables.trajectories import iter_trajectories
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
@@ -38,12 +38,12 @@ async def batch_files(run: ServedRun, sealer: Sealer, index: int, wait_s: float)
     return [directory.path(file["uri"]) for file in sealed["files"]]
 
 
-def arrow_stream(uris: Iterable[str], *, sees: bool = False) -> Iterator[bytes]:
-    """The rows of these files in the columns of storage.tables.schema. Blocks while it reads. `sees`: the
-    policy is shown images, and the files have their column."""
+def arrow_stream(uris: Iterable[str], *, is_multimodal: bool = False) -> Iterator[bytes]:
+    """The rows of these files in the columns of storage.tables.schema. Blocks while it reads.
+    `is_multimodal`: the policy is shown images, and the files have their column."""
     sink = BytesIO()
     # closed only after the last row: a reader of a stream that breaks off must notice
-    schema = SEEING_SCHEMA if sees else SCHEMA
+    schema = MULTIMODAL_SCHEMA if is_multimodal else SCHEMA
     writer = pa.ipc.new_stream(sink, schema.with_metadata(METADATA))
     for uri in uris:
         for batch in iter_trajectories(uri, MAX_ROWS):

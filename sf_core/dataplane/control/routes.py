@@ -188,7 +188,7 @@ async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
 )
 async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: float) -> Response:
     files = await batch_files(run, plane.sealers[run.spec.run_id], index, wait_s)
-    stream = arrow_stream(files, sees=run.renderer.image_processor is not None)
+    stream = arrow_stream(files, is_multimodal=run.renderer.image_processor is not None)
     # a status cannot say any more that a file cannot be opened once the answer has begun
     first = await asyncio.to_thread(next, stream)
     return StreamingResponse(chain([first], stream), media_type=MEDIA_TYPE)

@@ -181,13 +181,13 @@ def _parse_for_run(
     is_large: bool,
 ) -> ParsedRequest:
     settings = turns.spec.rollout
-    sees = turns.renderer.image_processor is not None
+    is_multimodal = turns.renderer.image_processor is not None
     supported = dialect.done_fields
     if turns.spec.follows_grammars:
         supported |= dialect.schema_fields
     body = refuse_undone(body, settings.ignored_fields, supported)
     body = normalise(body, settings.normalised)
-    requests = dialect.parse(body, session, sees)
+    requests = dialect.parse(body, session, is_multimodal)
     left_out = requests[0].left_out
     unseen = left_out.unseen
     if unseen and settings.unseen_parts == "refuse":

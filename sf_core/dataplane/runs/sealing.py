@@ -292,8 +292,8 @@ def _write_rows(
 ) -> Answer:
     directory = RunDirectory(run.spec.run_dir)
     rows = [row for session in sessions for row in session.trajectories]
-    sees = run.renderer.image_processor is not None
-    file = write_trajectories(directory, index, rows, part, kind, sees=sees)
+    is_multimodal = run.renderer.image_processor is not None
+    file = write_trajectories(directory, index, rows, part, kind, is_multimodal=is_multimodal)
     answer = {"files": [asdict(file)], "branches": len(rows), **_sums(rows)}
     judgements = [(session.session_id, row) for session in sessions for row in session.judgements]
     if judgements and kind != "opened":

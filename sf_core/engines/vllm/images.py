@@ -37,7 +37,7 @@ _MOST_COPIES_BYTES = 2 * 2**30
 
 
 class MultimodalRequests:
-    """What the server of a policy that sees is asked, beside ids, and must answer."""
+    """What the server of a multimodal policy is asked, beside ids, and must answer."""
 
     def __init__(self, image_processor: ImageProcessorConfig, media_dir: str) -> None:
         self.token_id = image_processor.token_id

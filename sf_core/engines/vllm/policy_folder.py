@@ -39,7 +39,7 @@ _PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""What the server of a policy that sees reads beside TOKENIZER and PREPROCESSOR_CONFIG, if it is there."""
+"""What the server of a multimodal policy reads beside TOKENIZER and PREPROCESSOR_CONFIG, if it is there."""
 
 _OUTPUT_HEAD = "lm_head.weight"
 _HEAD_FILE = "lm_head.safetensors"
@@ -59,7 +59,7 @@ _KV_BLOCK = 128
 class PolicyFolder:
     """A folder of this process. On the CPU vLLM packs the head when it starts, and a reload does not reach a
     head that is tied to the embedding; there it is a tensor of its own, and the configuration says so. The
-    tower of a policy that sees is always that of the start folder, whose files say how it sees."""
+    tower of a multimodal policy is always that of the start folder, whose files say how it sees."""
 
     def __init__(self, start_dir: str, *, untied: bool, max_picture_tokens: int | None = None) -> None:
         self._scratch = scratch_folder()
@@ -69,7 +69,7 @@ class PolicyFolder:
         self._untied = untied
         image_processor = read_image_processor(start_dir)
         self.image_processor = image_processor and image_processor.with_max_tokens(max_picture_tokens)
-        """How the policy sees; None: it does not."""
+        """None: the policy reads no images."""
         for name in [TOKENIZER, *(_PROCESSOR_FILES if self.image_processor else ())]:
             if (content := read_if_there(join(start_dir, name))) is not None:
                 Path(self.path, name).write_bytes(content)

@@ -105,7 +105,9 @@ class VllmEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         # checked before the stream begins, because vLLM would report it in the middle of the stream
-        check_request(request, self._context_length, self._vocab_size, sees=self._multimodal is not None)
+        check_request(
+            request, self._context_length, self._vocab_size, is_multimodal=self._multimodal is not None
+        )
         if self._multimodal is not None:
             self._multimodal.check(request)
         if request.request_id in self._turns:

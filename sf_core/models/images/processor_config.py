@@ -17,7 +17,7 @@ PREPROCESSOR_CONFIG = "preprocessor_config.json"
 """The file that says how images become the network's input."""
 
 PLACEHOLDER_LOGIT_BIAS = -100.0
-"""Added to the placeholder's logit wherever a policy that sees samples or is scored, so that it is never
+"""Added to the placeholder's logit wherever a multimodal policy samples or is scored, so that it is never
 sampled: a sampled one shows nothing."""
 
 FEATURE_CACHE_BYTES = 4 << 30

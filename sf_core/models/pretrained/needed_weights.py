@@ -188,7 +188,7 @@ def _name_in_layer(name: str) -> str:
 
 
 def count_needed(shape: Mapping[str, Any]) -> int:
-    """Number of parameters of the model that a config.json describes, without a tower that sees. Weights that
+    """Number of parameters of the model that a config.json describes, without a vision tower. Weights that
     are tied count once. Raises UnknownModelError."""
     if (key := _cache_key(shape)) not in _parameter_counts:
         _parameter_counts[key] = call_apart(_count_on_meta, dict(shape), raises=[UnknownModelError])

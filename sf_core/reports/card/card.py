@@ -43,9 +43,14 @@ def write_card(view: RunView, config: RunConfig) -> bool:
     rewards = {iteration.number: iteration.reward for iteration in view.complete_iterations}
     write_atomic(join(run.policy_dir, CHART), draw_curve(rewards, view.held_out))
     comparison = compare_versions(view, 0, config.train.iterations)
-    sees = read_image_processor(run.start_dir) is not None
+    is_multimodal = read_image_processor(run.start_dir) is not None
     text = render_card(
-        run.run_id, config, find_base(config, run.start_dir), view.held_out, comparison, sees=sees
+        run.run_id,
+        config,
+        find_base(config, run.start_dir),
+        view.held_out,
+        comparison,
+        is_multimodal=is_multimodal,
     )
     write_atomic(uri, sign(text).encode())
     return True
@@ -70,14 +75,14 @@ def render_card(
     held_out: Mapping[int, float],
     comparison: Comparison | None,
     *,
-    sees: bool,
+    is_multimodal: bool,
 ) -> str:
     lora = config.train.lora is not None
     head: dict[str, Any] = {} if base.name is None else {"base_model": base.name}
     head |= base.licence
     head |= {
         "library_name": "transformers",
-        "pipeline_tag": "image-text-to-text" if sees else "text-generation",
+        "pipeline_tag": "image-text-to-text" if is_multimodal else "text-generation",
         "tags": ["seamlessflow", "reinforcement-learning", "llm-agent", *(["lora"] if lora else [])],
     }
     parts = [

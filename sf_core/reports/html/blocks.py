@@ -27,7 +27,7 @@ from PIL import Image
 from sf_core.reports.html.session_list import SessionFacts, choose_extreme, list_sessions
 from sf_core.reports.sessions import SessionSet
 from storage.media import read_image
-from storage.tables.schema import NOT_SAMPLED, SEEING_SCHEMA, Trajectory
+from storage.tables.schema import MULTIMODAL_SCHEMA, NOT_SAMPLED, Trajectory
 from storage.tables.trajectories import to_rows
 
 BLOCK_TOKENS = 60_000
@@ -95,7 +95,7 @@ def _embed(
 ) -> bool:
     """Add the sessions that fit; returns whether any did."""
     num_before = len(embedded.blocks)
-    table = session_set.read(SEEING_SCHEMA.names)
+    table = session_set.read(MULTIMODAL_SCHEMA.names)
     wanted = pa.array([session.session_id for session in sessions])
     rows: dict[str, list[Trajectory]] = {session.session_id: [] for session in sessions}
     for row in to_rows(table.filter(pc.is_in(table["session_id"], wanted))):

@@ -91,14 +91,16 @@ def vocabulary_fault(config: RunConfig, facts: Facts) -> str | None:
     known(facts.shape)
     if teacher is None:
         return None
-    sees = config.policy.sees if facts.folder is None else read_image_processor(facts.folder) is not None
-    if sees and teacher.url is not None:
+    is_multimodal = (
+        config.policy.sees if facts.folder is None else read_image_processor(facts.folder) is not None
+    )
+    if is_multimodal and teacher.url is not None:
         return (
             "train.teacher.url: a server receives token ids only, but the policy sees images: remove "
             f"the URL, and set {SETTING} to the folder of the teacher"
         )
     folder = None if facts.teacher is None else facts.teacher.source
-    if sees and folder is not None and read_image_processor(folder) is None:
+    if is_multimodal and folder is not None and read_image_processor(folder) is None:
         return f"{SETTING}: {folder} does not see images, but the policy does: use a teacher that sees images"
     setting = SETTING
     if teacher.tokenizer is not None:

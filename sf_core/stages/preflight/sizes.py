@@ -28,7 +28,7 @@ from sf_core.stages.preflight.start_folder import (
 )
 from sf_core.stages.preflight.teacher import explain_teacher, frozen_bytes
 from sf_core.stages.retention import KEPT_EVERY, num_kept_weights
-from sf_core.training.policy_folder import count_parameters, count_tower, read_model_config
+from sf_core.training.policy_folder import count_parameters, count_vision_tower, read_model_config
 
 _TRAINED_BYTES = 16
 """For each parameter that is trained, in float32: weight, gradient and Adam's two moments."""
@@ -75,7 +75,7 @@ class PolicySizes:
     """What each rank trains, with its gradient and moments, and the weights that stay: its part of these. One
     rank holds the weights of a step too, in the dtype of computing."""
     tower: int
-    """What each rank holds of the tower of a policy that sees; `rank` includes it."""
+    """What each rank holds of the vision tower of a multimodal policy; `rank` includes it."""
     features: int
     """What a rank keeps of the features of images, at most; 0 for a policy that does not see."""
     frozen: int
@@ -113,7 +113,7 @@ class PolicySizes:
         elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
             parameters = count_parameters(folder)
             shape = read_model_config(folder)
-            tower = count_tower(folder) if shape.get("model_type") in MULTIMODAL_MODEL_TYPES else 0
+            tower = count_vision_tower(folder) if shape.get("model_type") in MULTIMODAL_MODEL_TYPES else 0
         else:
             return None
         adapter = None
@@ -173,7 +173,7 @@ class PolicySizes:
         if self.adapter is not None:
             held = "the policy's weights, and the factors, their gradient and Adam's moments"
         beside = [
-            *[f"{gb(self.tower)} of the tower that reads images"] * (self.tower > 0),
+            *[f"{gb(self.tower)} of the vision tower"] * (self.tower > 0),
             *[f"{gb(self.frozen)} of models that are not trained"] * (self.frozen > 0),
         ]
         return f"{held}, with {' and '.join(beside)}" if beside else held

@@ -9,7 +9,7 @@ from sf_core.config import RunConfig
 from sf_core.models.cache_size import DTYPE_BYTES
 from sf_core.models.context import longest_context
 from sf_core.training import teacher_folder as folders
-from sf_core.training.policy_folder import count_parameters, count_tower, read_model_config
+from sf_core.training.policy_folder import count_parameters, count_vision_tower, read_model_config
 from sf_core.training.teacher_folder import SETTING, TeacherFolder
 
 
@@ -37,7 +37,7 @@ def frozen_bytes(config: RunConfig, version: int) -> int:
     if found is not None:
         dtype = read_dtype(read_model_config(found.source, SETTING))
         taught = (DTYPE_BYTES | {"float16": 2}).get(dtype, 4) * (
-            count_parameters(found.source) + count_tower(found.source)
+            count_parameters(found.source) + count_vision_tower(found.source)
         )
     # None: the start, which is held once for both
     versions = set() if train.loss.kl is None else {train.loss.kl.renew_every}

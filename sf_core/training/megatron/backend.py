@@ -26,7 +26,7 @@ class MegatronBackend(TorchBackend):
         tower: Tower | None = None,
     ) -> MegatronModel:
         assert adapter is None, "configurations with train.lora and this backend are refused"
-        assert tower is None, "policies that see and this backend are refused"
+        assert tower is None, "multimodal policies and this backend are refused"
         dtype = config.policy.dtype_name
         return MegatronModel(model_dir, ranks, config.train, device=device, dtype=dtype, values=values)
 

@@ -32,7 +32,7 @@ from storage.tensors.weights import FILE_NAME, save_weights
 from tests.bench.engines.scored import score_drawn
 
 
-class SeeingPolicies:
+class MultimodalPolicies:
     """Policies of one run, with its images."""
 
     def __init__(self, root: Path) -> None:

@@ -30,7 +30,7 @@ Part = int | str
 """Of a prompt: so many random tokens, or the image of this name."""
 
 
-def seeing_policy(folder: str) -> str:
+def multimodal_policy(folder: str) -> str:
     """A built-in policy that sees, with weights that matter: else all log-probs are nearly equal."""
     make_policy(folder, PolicyConfig(hidden_size=64, num_layers=2, sees=True), seed=1)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
@@ -51,7 +51,7 @@ def store_named(media: str, name: str) -> tuple[str, int, int]:
     return store_image(media, file.getvalue()), height, width
 
 
-def seeing_batch(
+def multimodal_batch(
     folder: str, media: str, rows: Sequence[Sequence[tuple[Sequence[Part], int]]], **choices: Any
 ) -> pa.Table:
     """Each row is several turns: the parts of a prompt, and the number of tokens that were sampled after it.

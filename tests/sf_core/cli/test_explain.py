@@ -171,7 +171,7 @@ def test_the_plan_warns_of_a_rate_that_is_far_above_the_derived_one(write: Any, 
 
 
 def test_the_plan_says_how_a_policy_sees_images(
-    write: Any, small_seeing_policy: str, monkeypatch: pytest.MonkeyPatch
+    write: Any, small_multimodal_policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
     engine = {"kind": "vllm"}
@@ -179,7 +179,9 @@ def test_the_plan_says_how_a_policy_sees_images(
     code, lines = sf_plan(write(workers, policy={"sees": True}, engine=engine))
     assert (code, lines["pictures"]) == (0, "the policy sees images")
     rules = {"max_picture_tokens": 64}
-    code, lines = sf_plan(write(workers, policy={"model": small_seeing_policy}, engine=engine, rollout=rules))
+    code, lines = sf_plan(
+        write(workers, policy={"model": small_multimodal_policy}, engine=engine, rollout=rules)
+    )
     assert code == 0
     assert lines["pictures"] == (
         "the policy sees images as 4 to 64 tokens each, one token per 28 by 28 pixels; larger images are "

@@ -128,20 +128,20 @@ def test_the_default_policy_has_about_a_million_parameters(tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def seeing_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def multimodal_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("seeing")
     make_policy(str(folder), PolicyConfig(sees=True, hidden_size=64, num_layers=2), seed=3)
     return folder
 
 
-def test_a_policy_that_sees_loads_with_the_auto_classes(seeing_policy: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(seeing_policy)
-    model = AutoModelForImageTextToText.from_pretrained(seeing_policy)
+def test_a_multimodal_policy_loads_with_the_auto_classes(multimodal_policy: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(multimodal_policy)
+    model = AutoModelForImageTextToText.from_pretrained(multimodal_policy)
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id
     assert model.config.text_config.vocab_size == len(tokenizer)
     ids = tokenizer.convert_tokens_to_ids([IMAGE_PAD, VIDEO_PAD])
     assert ids == [model.config.image_token_id, model.config.video_token_id]
-    assert read_image_processor(str(seeing_policy)) == ImageProcessorConfig(
+    assert read_image_processor(str(multimodal_policy)) == ImageProcessorConfig(
         ids[0], 28, 4 * 28**2, MAX_IMAGE_TOKENS * 28**2
     )
 
@@ -154,7 +154,7 @@ def test_a_text_policy_has_no_image_placeholder(builtin_policy: Path) -> None:
 @pytest.mark.parametrize("tools", [None, [CALCULATOR.schema]])
 def test_images_are_shown_where_they_stand(tools: list[object] | None) -> None:
     image = {"type": "image", "sha256": "0" * 64, "width": 56, "height": 56}
-    seeing = make_tokenizer(sees=True)
+    seeing = make_tokenizer(is_multimodal=True)
     marks = "<|vision_start|><|image_pad|><|vision_end|>"
     text = seeing.apply_chat_template(
         [

@@ -347,7 +347,7 @@ def test_texts_of_one_message_are_joined_and_large_integers_stay(tmp_path: Path)
 
 
 def run_with_images(tmp_path: Path, said: str = "press") -> tuple[RunDirectory, list[str]]:
-    """A run of a policy that sees: an image in the prompt and another in a tool result."""
+    """A run of a multimodal policy: an image in the prompt and another in a tool result."""
     run = RunDirectory(str(tmp_path / "run-1"))
     runs.configure(run)
     shown = [{"type": "image", "sha256": letter * 64, "width": 56, "height": 56} for letter in "ab"]

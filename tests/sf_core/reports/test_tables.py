@@ -246,7 +246,7 @@ def test_a_session_names_the_images_that_were_seen(recorded_run: RunDirectory, t
     ids = np.array([5, placeholder, placeholder, placeholder, placeholder, 6], np.int32)
     images = [ImageSpan("a" * 64, 1, 4, 56, 56)]
     row = tables.trajectory("run-1.open.1", [*tables.GIVEN, 0], token_ids=ids, images=images)
-    write_trajectories(recorded_run, 0, [row], "part", "opened", sees=True)
+    write_trajectories(recorded_run, 0, [row], "part", "opened", is_multimodal=True)
     text = tables.shown(inspect_session(recorded_run.uri, "run-1.open.1"))
     assert "what was seen" in text and "[image]" in text and "image_pad" not in text
     assert "1-5     56 by 56" in text

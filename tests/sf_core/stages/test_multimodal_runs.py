@@ -1,4 +1,4 @@
-"""Runs of a policy that sees: what is published of it, and what is exported in the end."""
+"""Runs of a multimodal policy: what is published of it, and what is exported in the end."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ def trained(folder: Path, **settings: Any) -> RunDirectory:
     policy |= settings.pop("policy", {})
     # so small that few weights of bfloat16 change
     config = runs.configure(run, policy=policy, train={"learning_rate": 1e-6} | settings)
-    image_processor = images.seeing_policy(str(folder / "sight"))
+    image_processor = images.multimodal_policy(str(folder / "sight"))
     batches = [
-        images.seeing_batch(image_processor, run.media_dir, ROWS, group_size=4, version=version, seed=version)
+        images.multimodal_batch(
+            image_processor, run.media_dir, ROWS, group_size=4, version=version, seed=version
+        )
         for version in range(2)
     ]
     bench.trained_runs.train(run, config, batches)
@@ -84,7 +86,7 @@ def test_language_tensors_alone_are_published_and_the_whole_policy_is_exported(
             assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
     assert replay(run.uri, 1).equal
     model = images.loaded(run.policy_dir)
-    batch = images.seeing_batch(run.start_dir, run.media_dir, ROWS)
+    batch = images.multimodal_batch(run.start_dir, run.media_dir, ROWS)
     scores = images.seen_by_transformers(model, run.policy_dir, run.media_dir, batch)
     assert all(own.isfinite().all() for own in scores)
 
@@ -105,7 +107,7 @@ def test_a_reference_and_a_critic_see_too(tmp_path: Path, renew_every: int | Non
 def test_a_teacher_sees_too(tmp_path: Path, divergence: str) -> None:
     teacher = {"model": str(tmp_path / "sight"), "divergence": divergence}
     run = trained(tmp_path, teacher=teacher, advantage="none")
-    batch = images.seeing_batch(run.start_dir, run.media_dir, ROWS)
+    batch = images.multimodal_batch(run.start_dir, run.media_dir, ROWS)
     folders = run.start_dir, str(tmp_path / "sight")
     measure = images.predict if divergence == "reverse" else images.seen_by_transformers
     with torch.no_grad():

@@ -269,7 +269,7 @@ def test_images_that_nobody_was_shown_go_from_a_finished_run(root: Path) -> None
         row = bench.reports.tables.trajectory(
             "s", [-1, -1, 0], images=[ImageSpan(seen, 0, 2, 28, 56)], turns=[]
         )
-        write_trajectories(run, 7, [row], "part", "evaluations", sees=True)
+        write_trajectories(run, 7, [row], "part", "evaluations", is_multimodal=True)
     unseen = hashlib.sha256(b"unseen").hexdigest()
     assert not any("media" in name for name in names(going))
     assert [name for name in names(finished) if "media" in name] == [f"media/{unseen}.png"]

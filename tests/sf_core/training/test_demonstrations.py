@@ -177,19 +177,19 @@ def test_what_is_shown_has_the_ids_of_the_whole_text(tokenizer: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def seeing_renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+def multimodal_renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     folder = tmp_path_factory.mktemp("seeing")
     make_policy(str(folder), PolicyConfig(sees=True, hidden_size=32, num_layers=1), seed=0)
     return open_renderer(str(folder))
 
 
-def test_what_is_shown_has_a_placeholder_for_each_token_of_an_image(seeing_renderer: Renderer) -> None:
+def test_what_is_shown_has_a_placeholder_for_each_token_of_an_image(multimodal_renderer: Renderer) -> None:
     demonstration = ScreenOfButtons().demonstrate(0)
-    shown = encode(seeing_renderer, demonstration)
+    shown = encode(multimodal_renderer, demonstration)
     assert shown.token_ids.size == shown.is_answer.size
     first, second = shown.images
     assert (first.length, first.height, first.width) == (16, 112, 112)
-    image_processor = seeing_renderer.image_processor
+    image_processor = multimodal_renderer.image_processor
     places = np.flatnonzero(shown.token_ids == image_processor.token_id)
     assert places.tolist() == [*range(first.start, first.start + 16), *range(second.start, second.start + 16)]
     assert not shown.is_answer[places].any()
@@ -200,7 +200,7 @@ def test_what_is_shown_has_a_placeholder_for_each_token_of_an_image(seeing_rende
     said = "".join(
         f"<tool_call>click {call['function']['arguments']['at']}</tool_call><|im_end|>" for call in calls
     )
-    assert seeing_renderer.decode_with_special(shown.token_ids[shown.is_answer].tolist()) == said
+    assert multimodal_renderer.decode_with_special(shown.token_ids[shown.is_answer].tolist()) == said
     # what is kept names images
     kept = json.dumps(shown.demonstration.messages)
     assert "base64" not in kept and all(span.sha256 in kept for span in shown.images)
@@ -215,13 +215,13 @@ def asked(*parts: Any) -> Demonstration:
 BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-def test_an_image_that_cannot_be_shown_is_named(seeing_renderer: Renderer, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_shown_is_named(multimodal_renderer: Renderer, tmp_path: Path) -> None:
     blind = with_template(tmp_path, PLAIN)
     far = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     for renderer_, part, reason in (
         (blind, BROKEN, "messages[0].content has a part that is not text"),
-        (seeing_renderer, BROKEN, "messages[0].content[0] has an image: the image is broken"),
-        (seeing_renderer, far, "messages[0].content[0] has an image whose bytes are not in the request"),
+        (multimodal_renderer, BROKEN, "messages[0].content[0] has an image: the image is broken"),
+        (multimodal_renderer, far, "messages[0].content[0] has an image whose bytes are not in the request"),
     ):
         with pytest.raises(ValueError) as refused:
             encode(renderer_, asked(part))

@@ -27,7 +27,7 @@ from sf_core.training.policy_folder import SAMPLING, check_model_folder, describ
 from storage.run_directory import RunDirectory
 from tests.bench import started
 from tests.bench.refusals import check_sentence
-from tests.bench.training.images import seeing_policy
+from tests.bench.training.images import multimodal_policy
 
 
 def rewrite(file: Path, **facts: Any) -> None:
@@ -252,8 +252,8 @@ def test_a_template_for_requests_with_tools_alone_shows_them(policy_copy: Path) 
     assert "its chat template shows tools, and calls are read as plain" in describe_policy(str(policy_copy))
 
 
-def test_a_policy_that_sees_has_the_names_that_qwen_gives(tmp_path: Path) -> None:
-    folder = seeing_policy(str(tmp_path))
+def test_a_multimodal_policy_has_the_names_that_qwen_gives(tmp_path: Path) -> None:
+    folder = multimodal_policy(str(tmp_path))
     check_model_folder(folder)
     file = f"{folder}/model.safetensors"
     published = load_file(file)
@@ -268,8 +268,8 @@ def test_a_policy_that_sees_has_the_names_that_qwen_gives(tmp_path: Path) -> Non
         check_sentence(str(raised.value), f"{folder} has no {missing}", f"{other}* to {begin}*")
 
 
-def test_a_policy_that_sees_attends_and_turns_as_it_is_trained(tmp_path: Path) -> None:
-    folder = seeing_policy(str(tmp_path))
+def test_a_multimodal_policy_attends_and_turns_as_it_is_trained(tmp_path: Path) -> None:
+    folder = multimodal_policy(str(tmp_path))
     shape = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     stretched = {"rope_type": "dynamic", "factor": 2.0}
     for text in (

@@ -29,7 +29,7 @@ from tests.bench.properties import examples
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return training.images.seeing_policy(str(tmp_path_factory.mktemp("policy")))
+    return training.images.multimodal_policy(str(tmp_path_factory.mktemp("policy")))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_scores_and_gradients_are_those_of_every_row_by_itself(
     # others fork from them: with the same images, or with another one in the place of the first
     other = data.draw(st.sampled_from("012345"))
     forks = [[(_other(parts, other), sampled) for parts, sampled in turns] for turns in rows]
-    batch = training.images.seeing_batch(policy, media, [*rows, *rows, *forks])
+    batch = training.images.multimodal_batch(policy, media, [*rows, *rows, *forks])
     network = Network(policy, tower=Tower(policy, media))
     reference = training.images.loaded(policy)
     wanted = training.images.seen_by_transformers(reference, policy, media, batch)
@@ -89,7 +89,7 @@ def test_a_prefix_is_shared_up_to_the_first_image_that_differs(policy: str, medi
     """Images 0 and 4 have one size, so that prompts with them have the same ids."""
     same, other = ([([3, name, 2], 4)] for name in "04")
     for second, shared in ((same, 3 + 4 + 2), (other, 3)):
-        batch = training.images.seeing_batch(policy, media, [same, second])
+        batch = training.images.multimodal_batch(policy, media, [same, second])
         assert batch["token_ids"][0].as_py()[:9] == batch["token_ids"][1].as_py()[:9]
         (microbatch,) = pack(read_rows(batch), Packing(1 << 20))
         assert len(microbatch.token_ids) == 2 * (3 + 4 + 2 + 3) - shared
@@ -97,7 +97,7 @@ def test_a_prefix_is_shared_up_to_the_first_image_that_differs(policy: str, medi
 
 def test_rows_without_images_are_as_those_of_a_policy_that_does_not_see(policy: str, media: str) -> None:
     (microbatch,) = pack(
-        read_rows(training.images.seeing_batch(policy, media, [[([4], 5)], [([4], 3)]])), Packing(1 << 20)
+        read_rows(training.images.multimodal_batch(policy, media, [[([4], 5)], [([4], 3)]])), Packing(1 << 20)
     )
     assert microbatch.depths.dim() == 1 and microbatch.shown is None
     tower = Tower(policy, media)
@@ -118,12 +118,12 @@ def test_each_image_is_seen_once(policy: str, media: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(tower._network, "forward", lambda *a, **k: (seen.append(1), see(*a, **k))[1])
     network = Network(policy, tower=tower)
     for _ in range(2):
-        for microbatch in pack(read_rows(training.images.seeing_batch(policy, media, rows)), Packing(20)):
+        for microbatch in pack(read_rows(training.images.multimodal_batch(policy, media, rows)), Packing(20)):
             network.scores(microbatch)
     assert len(seen) == 3
     monkeypatch.setattr(tower_module, "FEATURE_CACHE_BYTES", 1)
     (microbatch,) = pack(
-        read_rows(training.images.seeing_batch(policy, media, [[([2, "3"], 2)]])), Packing(20)
+        read_rows(training.images.multimodal_batch(policy, media, [[([2, "3"], 2)]])), Packing(20)
     )
     network.scores(microbatch)
     # the others are forgotten
@@ -133,10 +133,10 @@ def test_each_image_is_seen_once(policy: str, media: str, monkeypatch: pytest.Mo
 def test_an_image_after_the_last_trained_token_is_not_seen(policy: str, media: str) -> None:
     text = [([3], 4), (["5", 2], 0)]
     shown = [([3, "0"], 4), (["5", 2], 0)]
-    (microbatch,) = pack(read_rows(training.images.seeing_batch(policy, media, [text])), Packing(1 << 20))
+    (microbatch,) = pack(read_rows(training.images.multimodal_batch(policy, media, [text])), Packing(1 << 20))
     assert microbatch.depths.dim() == 1 and microbatch.images == ()
     (microbatch,) = pack(
-        read_rows(training.images.seeing_batch(policy, media, [text, shown])), Packing(1 << 20)
+        read_rows(training.images.multimodal_batch(policy, media, [text, shown])), Packing(1 << 20)
     )
     assert [image.start for image in microbatch.images] == [3]
     network = Network(policy, tower=Tower(policy, media))
@@ -144,7 +144,7 @@ def test_an_image_after_the_last_trained_token_is_not_seen(policy: str, media: s
         training.images.loaded(policy),
         policy,
         media,
-        training.images.seeing_batch(policy, media, [text, shown]),
+        training.images.multimodal_batch(policy, media, [text, shown]),
     )
     logprobs, _ = network.scores(microbatch)
     for line, number in enumerate(microbatch.numbers):
@@ -153,7 +153,7 @@ def test_an_image_after_the_last_trained_token_is_not_seen(policy: str, media: s
 
 def test_an_image_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
     (microbatch,) = pack(
-        read_rows(training.images.seeing_batch(policy, media, [[([2, "0"], 2)]])), Packing(20)
+        read_rows(training.images.multimodal_batch(policy, media, [[([2, "0"], 2)]])), Packing(20)
     )
     with pytest.raises(ValueError, match=rf"{microbatch.images[0].sha256}\.png is missing, but a trajectory"):
         Tower(policy, str(tmp_path)).show(microbatch)
@@ -177,8 +177,8 @@ def test_ranks_with_images_and_ranks_without_make_one_step(policy: str, media: s
     text = ([([3], 5)], [([9, 2], 4)])
     shown = ([([3, "0", 2], 4), (["1", 1], 2)], [([3, "4", 2], 4)])
     batches = [
-        training.images.seeing_batch(policy, media, [*text, *shown]),
-        training.images.seeing_batch(policy, media, shown[:1]),
+        training.images.multimodal_batch(policy, media, [*text, *shown]),
+        training.images.multimodal_batch(policy, media, shown[:1]),
     ]
     gang = [training.gang.Member(f"t{number}") for number in range(2)]
     try:
@@ -193,7 +193,7 @@ def test_ranks_with_images_and_ranks_without_make_one_step(policy: str, media: s
                 assert not isinstance(found, str) and not isinstance(other, str), (found, other)
                 closeness.assert_rounded(found.logprobs, alone.logprobs, closeness.FORWARD)
                 closeness.assert_gradients(found.gradients, alone.gradients)
-        batch = training.images.seeing_batch(policy, media, [*text, [([3, "5", 2], 4)]])
+        batch = training.images.multimodal_batch(policy, media, [*text, [([3, "5", 2], 4)]])
         Path(media_file(media, training.images.store_named(media, "5")[0])).unlink()
         one = training.gang.Try(str(tmp_path), ("t0", "t1"), iteration=4, timeout_s=3.0)
         for member in gang:

@@ -13,7 +13,7 @@ from sf_core.models.builtin import make_policy, make_tokenizer
 from sf_core.training.demonstrations import encode
 from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
-from sf_core.training.warmstart import Seeing, learning_rate, row_of, warmstart
+from sf_core.training.warmstart import MultimodalLearner, learning_rate, row_of, warmstart
 
 TOKENIZER = make_tokenizer()
 ENVIRONMENT = Quickstart()
@@ -81,7 +81,7 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
 
 
-def test_a_policy_that_sees_comes_to_expect_what_is_shown(tmp_path: Path) -> None:
+def test_a_multimodal_policy_comes_to_expect_what_is_shown(tmp_path: Path) -> None:
     """Its tower is trained too, and where to click depends on the image alone."""
     policy = {"sees": True, "hidden_size": 64, "num_layers": 2}
     make_policy(str(tmp_path), PolicyConfig(**policy), seed=0)
@@ -92,7 +92,7 @@ def test_a_policy_that_sees_comes_to_expect_what_is_shown(tmp_path: Path) -> Non
 
     def loss() -> float:
         with torch.no_grad():
-            ((logits, targets),) = Seeing(str(tmp_path)).predict(shown)
+            ((logits, targets),) = MultimodalLearner(str(tmp_path)).predict(shown)
             return torch.nn.functional.cross_entropy(logits, targets).item()
 
     untrained = loss()

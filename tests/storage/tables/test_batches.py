@@ -61,7 +61,7 @@ def test_a_batch_is_its_trajectories_and_the_filters_decision(run_anywhere: RunD
 
 def test_a_batch_has_the_images_of_its_trajectories(run_anywhere: RunDirectory) -> None:
     shown = replace(row("a", 3), images=(ImageSpan("a" * 64, 1, 1, 28, 28),))
-    source = write_trajectories(run_anywhere, 0, [shown, row("b", 2)], "part", sees=True)
+    source = write_trajectories(run_anywhere, 0, [shown, row("b", 2)], "part", is_multimodal=True)
     trajectories = read_trajectories(run_anywhere.path(source.uri))
     ref = write_batch(
         run_anywhere, 0, trajectories, advantages=None, weights=None, decisions=["train"] * 2, part="b"

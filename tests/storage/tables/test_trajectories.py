@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from storage import files
 from storage.media import ImageSpan
 from storage.run_directory import RunDirectory
-from storage.tables.schema import NOT_SAMPLED, SCHEMA, SEEING_SCHEMA, Trajectory, TurnSpan
+from storage.tables.schema import MULTIMODAL_SCHEMA, NOT_SAMPLED, SCHEMA, Trajectory, TurnSpan
 from storage.tables.trajectories import (
     first_rows,
     iter_trajectories,
@@ -131,7 +131,7 @@ def same(left: Trajectory, right: Trajectory) -> bool:
 )
 @given(rows=st.lists(trajectories(), max_size=4))
 def test_rows_come_back_as_they_were_written(run_anywhere: RunDirectory, rows: list[Trajectory]) -> None:
-    ref = write_trajectories(run_anywhere, 3, rows, "shard-0-attempt-1", sees=True)
+    ref = write_trajectories(run_anywhere, 3, rows, "shard-0-attempt-1", is_multimodal=True)
     table = read_trajectories(run_anywhere.path(ref.uri))
     assert table["iteration"].to_pylist() == [3] * len(rows)
     assert table["run_id"].to_pylist() == ["run-1"] * len(rows)
@@ -233,17 +233,17 @@ def test_a_column_that_is_not_there_is_named(run_anywhere: RunDirectory) -> None
         read_trajectories(uri, ["reward", "prize"])
 
 
-def test_only_files_of_policies_that_see_have_images(run_anywhere: RunDirectory) -> None:
+def test_only_files_of_multimodal_policies_have_images(run_anywhere: RunDirectory) -> None:
     shown = example(images=[ImageSpan("a" * 64, 2, 4, 28, 56)])
     blind = run_anywhere.path(write_trajectories(run_anywhere, 0, [example()], "blind").uri)
     seeing = run_anywhere.path(
-        write_trajectories(run_anywhere, 0, [shown, example(1)], "sees", sees=True).uri
+        write_trajectories(run_anywhere, 0, [shown, example(1)], "sees", is_multimodal=True).uri
     )
     for columns in (None, ["reward", "images"]):
         assert "images" not in read_trajectories(blind, columns).column_names
         assert [len(row) for row in read_trajectories(seeing, columns)["images"].to_pylist()] == [1, 0]
     names = [[piece.schema.names for piece in iter_trajectories(uri, 8)] for uri in (blind, seeing)]
-    assert names == [[SCHEMA.names], [SEEING_SCHEMA.names]]
+    assert names == [[SCHEMA.names], [MULTIMODAL_SCHEMA.names]]
     assert [row.images for row in to_rows(read_trajectories(blind))] == [()]
     with pytest.raises(
         ValueError, match=r"branch 0 of session .* has images, but its policy does not see images"

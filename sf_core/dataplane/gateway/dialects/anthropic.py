@@ -70,12 +70,12 @@ class Anthropic:
             raise ApiError(400, sentence, code=THREAD, param="thread")
         return body
 
-    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
+    def parse(self, body: Body, session: Session, is_multimodal: bool = False) -> list[TurnRequest]:
         max_tokens = positive_int(body, "max_tokens")
         if max_tokens is None:
             raise WrongField("max_tokens", "max_tokens is required")
         tools = _parse_tools(get_field(body, "tools", (list,), []))
-        left_out = LeftOut(sees)
+        left_out = LeftOut(is_multimodal)
         messages = _system_message(body.get("system"), "system")
         sent = get_field(body, "messages", (list,), [])
         if not sent:
@@ -274,7 +274,7 @@ def _block_parts(block: Any, role: str, where: str, left_out: LeftOut) -> list[s
     without_parts = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
     if kind in without_parts:
         return []
-    if kind == IMAGE and role == "user" and left_out.sees:
+    if kind == IMAGE and role == "user" and left_out.is_multimodal:
         return [read_image(block, where, left_out)]
     if kind != "text":
         raise WrongField(where, f"{where}: {kind} blocks are not supported for {role}")

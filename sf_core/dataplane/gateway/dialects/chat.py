@@ -40,13 +40,13 @@ class Chat(OpenAI):
     paths: tuple[str, ...] = ("/v1/chat/completions",)
     schema_fields = frozenset({"response_format"})
 
-    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
+    def parse(self, body: Body, session: Session, is_multimodal: bool = False) -> list[TurnRequest]:
         choice = body.get("tool_choice")
         function = choice.get("function") if isinstance(choice, dict) else None
         function_name = function.get("name") if isinstance(function, dict) else None
         tool_choice, tools = read_choice(body, _parse_tools(body.get("tools")), function_name)
         max_completion_tokens = positive_int(body, "max_completion_tokens")
-        left_out = LeftOut(sees)
+        left_out = LeftOut(is_multimodal)
         get_field(body, "stream_options", (dict,), {})
         return [
             TurnRequest(

@@ -33,7 +33,7 @@ class Completions(OpenAI):
     done_fields = frozenset({"add_special_tokens"})
     has_ids = True
 
-    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
+    def parse(self, body: Body, session: Session, is_multimodal: bool = False) -> list[TurnRequest]:
         num_samples = positive_int(body, "n", MAX_TURNS) or 1
         refuse_unless(body, "best_of", "best_of must equal n", num_samples)
         logprobs = get_field(body, "logprobs", (int,), None)

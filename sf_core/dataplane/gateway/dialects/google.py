@@ -99,8 +99,8 @@ class Google:
         config = get_field(body, "generation_config", (dict,), {})
         return {**body, **config, "model": model, "stream": method == STREAMED}
 
-    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        left_out = LeftOut(sees)
+    def parse(self, body: Body, session: Session, is_multimodal: bool = False) -> list[TurnRequest]:
+        left_out = LeftOut(is_multimodal)
         tools = _parse_tools(get_field(body, "tools", (list,), []), left_out)
         choice, tools = _parse_choice(body, tools, left_out)
         refuse_unless(
@@ -213,7 +213,7 @@ def _parse_messages(body: Body, left_out: LeftOut) -> list[Message]:
         texts = _texts(_parts(instruction, "system", "system_instruction"))
         messages += [{"role": "system", "content": canonical(texts)}] if any(texts) else []
     open_calls = _OpenCalls([])
-    for role, parts in _parse_contents(get_field(body, "contents", (list,), []), left_out.sees):
+    for role, parts in _parse_contents(get_field(body, "contents", (list,), []), left_out.is_multimodal):
         if role == "model":
             messages.append(_answer(parts, len(messages), left_out))
             open_calls = _OpenCalls(messages[-1].get("tool_calls", []))
@@ -230,7 +230,7 @@ def _parse_messages(body: Body, left_out: LeftOut) -> list[Message]:
     return check_conversation(messages, "contents")
 
 
-def _parse_contents(contents: list[Any], sees: bool) -> list[tuple[str, list[LocatedPart]]]:
+def _parse_contents(contents: list[Any], is_multimodal: bool) -> list[tuple[str, list[LocatedPart]]]:
     """The roles and parts of the turns. Each piece of a streamed answer comes as a content of its own."""
     turns: list[tuple[str, list[LocatedPart]]] = []
     for i, content in enumerate(contents):
@@ -238,7 +238,7 @@ def _parse_contents(contents: list[Any], sees: bool) -> list[tuple[str, list[Loc
         sent_role = get_field(content, "role", (str,), "user") if isinstance(content, dict) else "user"
         if (role := ROLES.get(sent_role)) is None:
             raise WrongField(where, f"{where}.role must be one of {', '.join(ROLES)}, got {sent_role!r}")
-        parts = _parts(content, role, where, sees)
+        parts = _parts(content, role, where, is_multimodal)
         if role == "user" and not parts:
             raise WrongField(where, f"{where}.parts must contain at least one part")
         if role == "model" and turns and turns[-1][0] == role:
@@ -248,7 +248,7 @@ def _parse_contents(contents: list[Any], sees: bool) -> list[tuple[str, list[Loc
     return turns
 
 
-def _parts(content: Any, role: str, where: str, sees: bool = False) -> list[LocatedPart]:
+def _parts(content: Any, role: str, where: str, is_multimodal: bool = False) -> list[LocatedPart]:
     """The parts of a content. A model's reasoning gets a kind of its own, `thought`."""
     if not isinstance(content, dict):
         raise WrongField(where, f"{where} must be an object with parts, got {json_type_name(content)}")
@@ -264,7 +264,7 @@ def _parts(content: Any, role: str, where: str, sees: bool = False) -> list[Loca
         fields = {
             name: value for name, value in part.items() if value is not None and name not in _PART_ANNOTATIONS
         }
-        is_shown_picture = sees and role == "user" and kind_of_media(fields) == IMAGE
+        is_shown_picture = is_multimodal and role == "user" and kind_of_media(fields) == IMAGE
         if len(fields) != 1 or not (is_shown_picture or fields.keys() <= allowed_kinds):
             kinds = " and ".join(fields) or "empty"
             raise WrongField(at, f"{at}: {kinds} parts are not supported for {role}")
@@ -288,7 +288,7 @@ def _user_parts(parts: list[LocatedPart], left_out: LeftOut) -> list[str | Part]
         is_after_result |= "function_response" in part
         if "text" in part:
             user_parts.append(part["text"])
-        elif left_out.sees and has_media(part) and not is_after_result:
+        elif left_out.is_multimodal and has_media(part) and not is_after_result:
             user_parts.append(read_media(part, where, left_out))
     return user_parts
 
@@ -356,7 +356,7 @@ def _results(parts: list[LocatedPart], open_calls: _OpenCalls, left_out: LeftOut
             media = get_field(response, "parts", (list,), [])
         else:
             media = [part] if has_media(part) else []
-        if results or not left_out.sees:
+        if results or not left_out.is_multimodal:
             content += [read_media(medium, where, left_out) for medium in media]
         if results:
             results[-1]["content"] = join_result(content)

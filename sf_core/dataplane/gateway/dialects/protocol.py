@@ -81,8 +81,9 @@ class Dialect(Protocol):
         contain, and with the field names of `UNDONE`. Raises ApiError."""
         ...
 
-    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
-        """The requests of a body, one per prompt, for a policy that `sees` with images. Raises ApiError."""
+    def parse(self, body: Body, session: Session, is_multimodal: bool = False) -> list[TurnRequest]:
+        """The requests of a body, one per prompt, for a policy that `is_multimodal` with images. Raises
+        ApiError."""
         ...
 
     def reply(self, body: Body, turn_id: str, session: Session) -> Reply:

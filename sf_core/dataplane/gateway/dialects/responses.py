@@ -72,14 +72,14 @@ class Responses(OpenAI):
     # LiteLLM recognises only the sentence of Chat Completions
     overflow = f"Your input exceeds the context window of this model. {OVERFLOW}", "input"
 
-    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
+    def parse(self, body: Body, session: Session, is_multimodal: bool = False) -> list[TurnRequest]:
         refuse_unless(body, "prompt", "stored prompts are not supported; use instructions")
         get_field(body, "text", (dict,), {})
         sent_tools = get_field(body, "tools", (list,), [])
         check_count(sent_tools, "tools", MAX_TOOLS, "tools")
         for name in ECHOED:
             check_size(body.get(name), name, MAX_ECHOED.get(name, MAX_ECHOED_BYTES))
-        left_out = LeftOut(sees, [tool["type"] for tool in sent_tools if _is_left_out(tool)])
+        left_out = LeftOut(is_multimodal, [tool["type"] for tool in sent_tools if _is_left_out(tool)])
         choice = body.get("tool_choice")
         function_name = choice.get("name") if isinstance(choice, dict) else None
         tool_choice, tools = read_choice(body, _parse_tools(sent_tools), function_name)

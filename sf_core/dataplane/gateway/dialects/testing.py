@@ -206,7 +206,7 @@ class DialectTests:
             else:
                 raise AssertionError("the client did not raise the error that ended the stream")
 
-    def test_policies_that_see_are_shown_images(self) -> None:
+    def test_multimodal_policies_are_shown_images(self) -> None:
         for change in self.show("QUJD"):
             [request] = self.dialect.parse({**self.request, **change}, Session("s"), True)
             assert not request.left_out.kinds

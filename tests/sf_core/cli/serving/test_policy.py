@@ -25,7 +25,7 @@ def test_the_policy_of_a_run_is_tried_in_this_process_whatever_samples_in_the_ru
     assert (policy.config.engine.kind, policy.config.engine.max_running) == ("torch", 8)
 
 
-def test_a_policy_that_sees_is_served_by_an_engine_that_shows_it_images(tmp_path: Path) -> None:
+def test_a_multimodal_policy_is_served_by_an_engine_that_shows_it_images(tmp_path: Path) -> None:
     run = publish_run(tmp_path)
     make_policy(run.start_dir, PolicyConfig(sees=True, hidden_size=32, num_layers=1), seed=0)
     shutil.copy(Path(run.start_dir, "model.safetensors"), run.weights_dir(3))

@@ -18,7 +18,7 @@ from storage.media import ImageSpan
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import write_outcomes
 from storage.tables.parquet import METADATA
-from storage.tables.schema import SCHEMA, SEEING_SCHEMA
+from storage.tables.schema import MULTIMODAL_SCHEMA, SCHEMA
 from storage.tables.trajectories import images_of, read_trajectories, to_rows, write_trajectories
 from tests.bench import runs
 from tests.bench.dataplane.planes import ServedPlane
@@ -93,13 +93,13 @@ def test_an_unknown_run_is_refused_with_a_sentence(answering_plane: ServedPlane)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "run_not_found")
 
 
-def test_the_stream_of_a_policy_that_sees_has_its_images(tmp_path: Path) -> None:
+def test_the_stream_of_a_multimodal_policy_has_its_images(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path))
     span = ImageSpan("a" * 64, 0, 1, 28, 28)
     rows = [runs.conversation([{"role": "user", "content": "x"}], images=images) for images in ((span,), ())]
-    file = run.path(write_trajectories(run, 0, rows, "part", sees=True).uri)
-    streamed = pa.ipc.open_stream(b"".join(arrow_stream([file], sees=True))).read_all()
-    assert streamed.schema.equals(SEEING_SCHEMA) and images_of(streamed) == [(span,), ()]
+    file = run.path(write_trajectories(run, 0, rows, "part", is_multimodal=True).uri)
+    streamed = pa.ipc.open_stream(b"".join(arrow_stream([file], is_multimodal=True))).read_all()
+    assert streamed.schema.equals(MULTIMODAL_SCHEMA) and images_of(streamed) == [(span,), ()]
 
 
 def test_rows_leave_in_pieces_and_a_stream_that_breaks_off_is_noticed(

@@ -198,7 +198,7 @@ def test_a_server_that_shows_images_has_a_tokenizer_and_reads_files_of_their_fol
 def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_part_of_a_version(
     tmp_path: Path,
 ) -> None:
-    policies = bench.engines.multimodal_policies.SeeingPolicies(tmp_path)
+    policies = bench.engines.multimodal_policies.MultimodalPolicies(tmp_path)
     for untied in (True, False):
         folder = PolicyFolder(policies.start_dir, untied=untied, max_picture_tokens=16)
         for version in (1, 0, 2):

@@ -24,11 +24,11 @@ from tests.sf_core.engines.vllm.small_policies import CONTEXT
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> multimodal_policies.SeeingPolicies:
-    return multimodal_policies.SeeingPolicies(tmp_path_factory.mktemp("seeing"))
+def policies(tmp_path_factory: pytest.TempPathFactory) -> multimodal_policies.MultimodalPolicies:
+    return multimodal_policies.MultimodalPolicies(tmp_path_factory.mktemp("seeing"))
 
 
-def config_of(policies: multimodal_policies.SeeingPolicies, **sections: object) -> RunConfig:
+def config_of(policies: multimodal_policies.MultimodalPolicies, **sections: object) -> RunConfig:
     run = Path(policies.media_dir).parent
     engine = {"kind": "vllm", "context_length": CONTEXT, "max_running": 32}
     return RunConfig.model_validate(
@@ -37,21 +37,21 @@ def config_of(policies: multimodal_policies.SeeingPolicies, **sections: object) 
 
 
 @pytest.fixture(scope="module")
-def seeing(vllm: str, policies: multimodal_policies.SeeingPolicies) -> Iterator[Engine]:
+def seeing(vllm: str, policies: multimodal_policies.MultimodalPolicies) -> Iterator[Engine]:
     """Its server is started by the first test."""
     engine = make_engine(config_of(policies), policies.start_dir)
     yield engine
     engine.close()
 
 
-class TestSeeing(engines.model_contract.FolderEngineTests):
+class TestMultimodal(engines.model_contract.FolderEngineTests):
     num_tokens = 120
     num_sequences = 5
     context_length = CONTEXT
     tolerance = 1e-5
 
     @pytest.fixture(autouse=True)
-    def _of(self, seeing: AsyncEngine, policies: multimodal_policies.SeeingPolicies) -> None:
+    def _of(self, seeing: AsyncEngine, policies: multimodal_policies.MultimodalPolicies) -> None:
         self.engine = seeing
         self.policies = policies
         self.vocab_size = policies.vocab_size
@@ -177,7 +177,7 @@ class TestSeeing(engines.model_contract.FolderEngineTests):
 class Start(engines.model_folders.ModelFolders):
     """The start folder of policies, for which there are adapters."""
 
-    def __init__(self, policies: multimodal_policies.SeeingPolicies) -> None:
+    def __init__(self, policies: multimodal_policies.MultimodalPolicies) -> None:
         self._policies = policies
 
     def __call__(self, kind: str = "", seed: int = 0) -> str:
@@ -187,7 +187,7 @@ class Start(engines.model_folders.ModelFolders):
 # test_adapters.py is nightly, too
 @pytest.mark.nightly
 def test_adapters_of_the_language_part_sample_with_images(
-    vllm: str, policies: multimodal_policies.SeeingPolicies, tmp_path: Path
+    vllm: str, policies: multimodal_policies.MultimodalPolicies, tmp_path: Path
 ) -> None:
     adapters = engines.adapter_folders.AdapterFolders(tmp_path, Start(policies))
     assert not any("visual" in name for name in adapters.factors("", 1))

@@ -38,7 +38,7 @@ def stored(
         if kind not in made:
             folder = str(tmp_path_factory.mktemp(kind))
             if kind == "qwen2_5_vl":
-                bench.training.images.seeing_policy(folder)
+                bench.training.images.multimodal_policy(folder)
             elif kind in bench.engines.model_folders.CONFIGS:
                 folder = model_folders(kind)
             else:
@@ -96,7 +96,7 @@ def test_a_tied_head_may_be_stored_instead_of_the_embedding_or_with_it(stored: S
     assert "lm_head.weight" in find_lack(shape | {"tie_word_embeddings": False}, shapes).missing
 
 
-def test_a_version_of_a_policy_that_sees_has_no_tower(stored: Stored) -> None:
+def test_a_version_of_a_multimodal_policy_has_no_tower(stored: Stored) -> None:
     shape, shapes = stored("qwen2_5_vl")
     part = {name: size for name, size in shapes.items() if not name.startswith("visual.")}
     assert not find_lack(shape, part, part=True)

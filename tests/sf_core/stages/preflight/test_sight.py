@@ -1,4 +1,4 @@
-"""What is said of policies that see before a run starts. What is refused by settings alone is in
+"""What is said of multimodal policies before a run starts. What is refused by settings alone is in
 tests/bad_input/test_starts.py."""
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def configured(**sections: Any) -> RunConfig:
     return RunConfig.model_validate({"engine": {"kind": "vllm"}, **sections})
 
 
-def test_a_folder_tells_itself_that_its_policy_sees(small_seeing_policy: str) -> None:
-    policy = {"model": small_seeing_policy}
+def test_a_folder_tells_itself_that_its_policy_sees(small_multimodal_policy: str) -> None:
+    policy = {"model": small_multimodal_policy}
     preflight(Facts(configured(policy=policy, rollout={"max_picture_tokens": 64})))
 
 
-def test_a_folder_whose_processor_is_missing_is_refused(small_seeing_policy: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(small_seeing_policy, tmp_path / "sees"))
+def test_a_folder_whose_processor_is_missing_is_refused(small_multimodal_policy: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(small_multimodal_policy, tmp_path / "sees"))
     (folder / PREPROCESSOR_CONFIG).unlink()
     with clear_refusal("policy.model: ", str(folder), PREPROCESSOR_CONFIG, "save_pretrained(folder)"):
         preflight(Facts(configured(policy={"model": str(folder)})))

@@ -22,7 +22,7 @@ from sf_core.stages.preflight.sizes import PolicySizes, explain_sizes
 from sf_core.stages.start import start_adapter
 from sf_core.training.packing.rows import SAMPLING, Row
 from sf_core.training.packing.rules import Packing, pack
-from sf_core.training.policy_folder import count_parameters, count_tower
+from sf_core.training.policy_folder import count_parameters, count_vision_tower
 from sf_core.training.torch.network import Network
 from storage.files import folder_bytes
 from storage.scratch import scratch_folder
@@ -91,12 +91,12 @@ def test_a_step_of_qwen3_4b_with_recompute_barely_fits_on_a_card_of_80_gb(
             check(config, card)
 
 
-def test_the_tower_of_a_policy_that_sees_is_held_by_each_rank_and_not_trained(tmp_path: Path) -> None:
-    folder = images.seeing_policy(str(tmp_path))
+def test_the_tower_of_a_multimodal_policy_is_held_by_each_rank_and_not_trained(tmp_path: Path) -> None:
+    folder = images.multimodal_policy(str(tmp_path))
     model = images.loaded(folder)
     tower = sum(p.numel() for p in model.model.visual.parameters())
     language = sum(p.numel() for p in model.parameters()) - tower
-    assert (count_parameters(folder), count_tower(folder)) == (language, tower)
+    assert (count_parameters(folder), count_vision_tower(folder)) == (language, tower)
     rollout = {"groups_per_batch": 2, "group_size": 2}
     config = configured({"model": folder, "dtype": "bfloat16"}, train={"workers": 2}, rollout=rollout)
     sizes = PolicySizes.of(config)
@@ -105,7 +105,7 @@ def test_the_tower_of_a_policy_that_sees_is_held_by_each_rank_and_not_trained(tm
     assert sizes.cache == 2 * 64 * 2 * 100 * 1 * 32 * 2 * 2 // 2 and sizes.activations > 0
     assert sizes.features == 4 * 100 * 64 * 2
     said = explained(config)["memory"]
-    assert f"with {2 * tower / 1e3:,.0f} kB of the tower that reads images" in said
+    assert f"with {2 * tower / 1e3:,.0f} kB of the vision tower" in said
     assert said.endswith(", and at most 51 kB for features of images")
 
 

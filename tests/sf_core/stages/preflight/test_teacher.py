@@ -21,7 +21,7 @@ from sf_core.stages.preflight.sizes import PolicySizes, explain_sizes
 from sf_core.training.policy_folder import count_parameters
 from tests.bench import refusals
 from tests.bench.policy_server import publish_run
-from tests.bench.training.images import seeing_policy
+from tests.bench.training.images import multimodal_policy
 
 AT_URL = {"url": "http://teacher:8000", "divergence": "sampled"}
 
@@ -64,8 +64,8 @@ def test_the_same_tokens_are_taught_by_a_folder_a_version_and_a_server(
         preflight(Facts(configured(AT_URL | {"tokenizer": small_policy}, policy)))
 
 
-def test_a_policy_that_sees_is_taught_by_one_that_sees(tmp_path: Path, small_policy: str) -> None:
-    sees = seeing_policy(str(tmp_path / "sees"))
+def test_a_multimodal_policy_is_taught_by_one_that_sees(tmp_path: Path, small_policy: str) -> None:
+    sees = multimodal_policy(str(tmp_path / "sees"))
     engine = {"kind": "vllm"}
     for policy in ({"sees": True}, {"model": sees}):
         # only a worker may have vLLM

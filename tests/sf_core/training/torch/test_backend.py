@@ -50,7 +50,7 @@ class TestContract(TrainerTests):
         if self.sees:
             rows = [[([3, name, 2], 4), ([1, "2", 1], 3)] for name in "0104"]
             places = self.directory.start_dir, self.directory.media_dir
-            return training.images.seeing_batch(
+            return training.images.multimodal_batch(
                 *places, rows, group_size=4, version=iteration, seed=iteration
             )
         return training.batches.make_batch(
