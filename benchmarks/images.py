@@ -57,7 +57,7 @@ from sf_core.models.images.processor_config import (
 from sf_core.training.packing.rows import SAMPLING, Row
 from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
-from sf_core.training.tower import Tower
+from sf_core.training.vision_tower import VisionTower
 from storage.files import folder_bytes
 from storage.media import ImageSpan, media_file, store_image
 
@@ -317,7 +317,7 @@ def measure_trainer(folder: Path) -> Line:
     rows = [make_row(number, names[number % 8], image_processor) for number in range(32)]
     seconds: dict[str, list[float]] = {"first": [], "again": []}
     for _ in range(4):
-        network = Network(model, tower=Tower(model, media))
+        network = Network(model, tower=VisionTower(model, media))
         for which in seconds:
             start = time.perf_counter()
             for microbatch in pack(rows, Packing(4096)):

@@ -12,7 +12,7 @@ from storage.tensors.weights import load_weights, save_weights
 if TYPE_CHECKING:
     import torch
 
-TOWER = "visual."
+VISION_TOWER_PREFIX = "visual."
 """Begin of the names of the weights in a policy's files that read images. They are not trained."""
 
 
@@ -21,7 +21,9 @@ def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:
     of a multimodal policy."""
     if read_image_processor(start) is None:
         return load_weights(version)
-    tower = {name: tensor for name, tensor in load_weights(start).items() if name.startswith(TOWER)}
+    tower = {
+        name: tensor for name, tensor in load_weights(start).items() if name.startswith(VISION_TOWER_PREFIX)
+    }
     return tower | load_weights(version)
 
 
@@ -42,7 +44,7 @@ def language_model(config: Any) -> tuple[Any, Any]:
         return AutoModelForCausalLM, config
 
     class LanguagePart(Qwen2ForCausalLM):
-        _keys_to_ignore_on_load_unexpected = (rf"^{TOWER}",)
+        _keys_to_ignore_on_load_unexpected = (rf"^{VISION_TOWER_PREFIX}",)
 
         @classmethod
         def from_config(cls, config: Any, **_: Any) -> Any:

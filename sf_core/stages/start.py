@@ -202,7 +202,7 @@ def _recipe_files(environment: Environment) -> list[Path]:
         token_bytes,
     )
     from sf_core.models.pretrained import needed_weights
-    from sf_core.training import demonstrations, packing, tower, warmstart
+    from sf_core.training import demonstrations, packing, vision_tower, warmstart
     from sf_core.training.torch import network
 
     modules = (builtin, warmstart, demonstrations, network, cache_size, decoder, projections)
@@ -214,7 +214,7 @@ def _recipe_files(environment: Environment) -> list[Path]:
         needed_weights,
         token_bytes,
         tool_loop,
-        tower,
+        vision_tower,
     ]
     packages = (sf_core.environments, chat, images, packing)
     whole = [Path(package.__path__[0]).rglob("*.py") for package in packages]

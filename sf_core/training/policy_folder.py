@@ -13,7 +13,7 @@ from typing import Any
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.dataplane.chat.template_probes import roles_shown_as_lists
 from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES
-from sf_core.models.language import TOWER, language_model
+from sf_core.models.language import VISION_TOWER_PREFIX, language_model
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.needed_weights import check_weights, count_needed
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
@@ -33,7 +33,7 @@ FULL = {"F64", "F32", "F16", "BF16"}
 _MAY_BE_MULTIMODAL = ("policy.model", "train.teacher.model")
 """Settings that may name a model that is shown images."""
 
-_SOME_NAMES = ("model.embed_tokens.weight", f"{TOWER}patch_embed.proj.weight")
+_SOME_NAMES = ("model.embed_tokens.weight", f"{VISION_TOWER_PREFIX}patch_embed.proj.weight")
 """Weights that a model has that is shown images."""
 
 SAMPLING = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
@@ -104,7 +104,7 @@ def _check_multimodal(model: str, setting: str, names: Collection[str]) -> None:
     if missing := [name for name in _SOME_NAMES if name not in names]:
         raise ValueError(
             f"{setting}: {model} has no {missing[0]}; rename its weights as in Qwen's files: "
-            f"model.language_model.* to model.*, and model.{TOWER}* to {TOWER}*"
+            f"model.language_model.* to model.*, and model.{VISION_TOWER_PREFIX}* to {VISION_TOWER_PREFIX}*"
         )
     _, config = language_model(AutoConfig.from_pretrained(model, trust_remote_code=False))
     if decoder_spec(config, 1 << 30) is None:
@@ -201,7 +201,11 @@ def count_parameters(folder: str) -> int:
 def count_vision_tower(folder: str) -> int:
     """Number of parameters of the vision tower of a multimodal policy; 0 if it does not."""
     header, _ = open_weights(folder)
-    return sum(math.prod(entry.shape) for name, entry in header.entries.items() if name.startswith(TOWER))
+    return sum(
+        math.prod(entry.shape)
+        for name, entry in header.entries.items()
+        if name.startswith(VISION_TOWER_PREFIX)
+    )
 
 
 def describe_policy(folder: str) -> str:

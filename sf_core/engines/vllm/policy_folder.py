@@ -18,7 +18,7 @@ from sf_core.models.images.processor_config import (
     ImageProcessorConfig,
     read_image_processor,
 )
-from sf_core.models.language import TOWER
+from sf_core.models.language import VISION_TOWER_PREFIX
 from storage.files import join, read_bytes, read_if_there
 from storage.json_files import load_json
 from storage.scratch import scratch_folder
@@ -44,7 +44,7 @@ _PROCESSOR_FILES = (
 _OUTPUT_HEAD = "lm_head.weight"
 _HEAD_FILE = "lm_head.safetensors"
 
-_TOWER_FILE = "tower.safetensors"
+_VISION_TOWER_FILE = "tower.safetensors"
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """Ends of the names that input embeddings have."""
@@ -102,13 +102,17 @@ class PolicyFolder:
         path = join(folder, FILE_NAME)
         with open(path, "rb") as file:
             header = read_header(path, file)
-            shapes = {name: shape for name, shape in header.shapes.items() if not name.startswith(TOWER)}
+            shapes = {
+                name: shape
+                for name, shape in header.shapes.items()
+                if not name.startswith(VISION_TOWER_PREFIX)
+            }
             if self._shapes and (fault := find_difference(shapes, self._shapes)):
                 raise ValueError(f"{path}: {fault}")
             config = self.config
             files = dict.fromkeys(header.entries, FILE_NAME)
             if self.image_processor and shapes.keys() == files.keys():
-                files |= dict.fromkeys(self._write_tower(), _TOWER_FILE)
+                files |= dict.fromkeys(self._write_vision_tower(), _VISION_TOWER_FILE)
             if self._untied and _OUTPUT_HEAD not in header.entries:
                 self._write_head(path, file, header.entries)
                 files[_OUTPUT_HEAD] = _HEAD_FILE
@@ -140,7 +144,7 @@ class PolicyFolder:
         head = Header({}, {_OUTPUT_HEAD: replace(entries[name], data_offsets=(0, end - begin))})
         Path(self.path, _HEAD_FILE).write_bytes(head.encode() + file.read(end - begin))
 
-    def _write_tower(self) -> list[str]:
+    def _write_vision_tower(self) -> list[str]:
         """Write the tower into a file of its own, once, and return the names of its tensors."""
         if self._tower is None:
             whole, pieces = open_weights(self._start_dir)
@@ -148,12 +152,12 @@ class PolicyFolder:
             entries = dict[str, Entry]()
             begin = 0
             for name, entry in sorted(whole.entries.items(), key=lambda item: item[1].data_offsets):
-                if name.startswith(TOWER):
+                if name.startswith(VISION_TOWER_PREFIX):
                     ranges.append(entry.data_offsets)
                     end = begin + entry.data_offsets[1] - entry.data_offsets[0]
                     entries[name] = replace(entry, data_offsets=(begin, end))
                     begin = end
-            with Path(self.path, _TOWER_FILE).open("wb") as file:
+            with Path(self.path, _VISION_TOWER_FILE).open("wb") as file:
                 file.write(Header({}, entries).encode())
                 offset = 0
                 for piece in pieces:

@@ -8,7 +8,7 @@ from sf_core.config import RunConfig
 from sf_core.training.megatron.megatron_model import MegatronModel
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks
-from sf_core.training.tower import Tower
+from sf_core.training.vision_tower import VisionTower
 
 
 class MegatronBackend(TorchBackend):
@@ -23,7 +23,7 @@ class MegatronBackend(TorchBackend):
         *,
         values: bool = False,
         adapter: str | None = None,
-        tower: Tower | None = None,
+        tower: VisionTower | None = None,
     ) -> MegatronModel:
         assert adapter is None, "configurations with train.lora and this backend are refused"
         assert tower is None, "multimodal policies and this backend are refused"

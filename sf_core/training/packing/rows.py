@@ -59,7 +59,7 @@ class Row:
         return int(trained[-1]) if trained.size else 0
 
     @property
-    def seen(self) -> list[ImageSpan]:
+    def network_images(self) -> list[ImageSpan]:
         """The images among these tokens."""
         return [image for image in self.images if image.start < self.length]
 

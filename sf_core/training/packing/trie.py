@@ -64,9 +64,9 @@ class Microbatch:
     """Most tokens of a microbatch of several rows."""
     images: tuple[ImageSpan, ...] = ()
     """Each image of the rows once."""
-    shown: torch.Tensor | None = None
+    image_positions: torch.Tensor | None = None
     """[P] index in token_ids of each token that shows an image; None without any."""
-    parts: torch.Tensor | None = None
+    feature_indices: torch.Tensor | None = None
     """[P] what each of them shows, counted through all tokens of `images`."""
     features: torch.Tensor | None = None
     """[P, width] what the network reads in the place of their embeddings."""
@@ -123,10 +123,10 @@ def make_microbatch(rows: Sequence[Row], rule: PackingRule, bound: int) -> Micro
     owners = [line * width + indices for line, indices in enumerate(own)]
     depths = own
     seen = {}
-    if any(row.seen for row in rows):
-        positions = [mrope_positions(row.length, row.seen) for row in rows]
+    if any(row.network_images for row in rows):
+        positions = [mrope_positions(row.length, row.network_images) for row in rows]
         depths = [of_row[indices] for of_row, indices in zip(positions, own, strict=True)]
-        seen = _find_shown(rows, own)
+        seen = _locate_images(rows, own)
     trained = [np.flatnonzero(row.loss_mask) for row in rows]
 
     def gather(arrays: Sequence[npt.NDArray[Any]], indices: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
@@ -175,12 +175,12 @@ def _make_grid(rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], list[int]]:
     return grid, starts
 
 
-def _find_shown(rows: Sequence[Row], own: Sequence[npt.NDArray[np.int64]]) -> dict[str, Any]:
+def _locate_images(rows: Sequence[Row], own: Sequence[npt.NDArray[np.int64]]) -> dict[str, Any]:
     """The fields of a microbatch that tell what its tokens show. `own`: of each row, the tokens that no row
     before has."""
     images: dict[str, ImageSpan] = {}
     for row in rows:
-        images.update((image.sha256, image) for image in row.seen)
+        images.update((image.sha256, image) for image in row.network_images)
     first_parts: dict[str, int] = {}
     num_parts = 0
     for sha256, image in images.items():
@@ -189,13 +189,17 @@ def _find_shown(rows: Sequence[Row], own: Sequence[npt.NDArray[np.int64]]) -> di
     own_parts = []
     for row, indices in zip(rows, own, strict=True):
         part_of_token = np.full(row.token_ids.size, -1)
-        for image in row.seen:
+        for image in row.network_images:
             span = slice(image.start, image.start + image.length)
             part_of_token[span] = first_parts[image.sha256] + np.arange(image.length)
         own_parts.append(part_of_token[indices])
-    parts = torch.from_numpy(np.concatenate(own_parts))
-    (shown,) = torch.nonzero(parts >= 0, as_tuple=True)
-    return {"images": tuple(images.values()), "shown": shown, "parts": parts[shown]}
+    feature_indices = torch.from_numpy(np.concatenate(own_parts))
+    (image_positions,) = torch.nonzero(feature_indices >= 0, as_tuple=True)
+    return {
+        "images": tuple(images.values()),
+        "image_positions": image_positions,
+        "feature_indices": feature_indices[image_positions],
+    }
 
 
 def _or_full(values: npt.NDArray[np.float32] | None, row: Row, default: float) -> npt.NDArray[np.float32]:

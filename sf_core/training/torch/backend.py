@@ -26,7 +26,7 @@ from sf_core.training.torch.teaching import FrozenModels, Name
 from sf_core.training.torch.torch_model import AdapterVersionModel, FrozenModel, TorchModel
 from sf_core.training.torch.trained_model import DistributedModel, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
-from sf_core.training.tower import Tower
+from sf_core.training.vision_tower import VisionTower
 from storage.files import join, local_folder, read_bytes
 from storage.tensors.checkpoints import has_checkpoint
 from storage.tensors.weights import ADAPTER_CONFIG, load_adapter
@@ -55,7 +55,7 @@ class TorchBackend:
         *,
         values: bool = False,
         adapter: str | None = None,
-        tower: Tower | None = None,
+        tower: VisionTower | None = None,
     ) -> TrainedModel:
         """The model that these ranks train from the weights of a Hugging Face folder. `values`: a critic,
         which gives the value of each trained token in the place of its log-prob. `adapter`: the folder of
@@ -123,7 +123,7 @@ class TorchBackend:
         is_multimodal = read_image_processor(start) is not None
         media = run.directory.media_dir
         dtype = getattr(torch, config.policy.dtype_name)
-        tower = Tower(start, media, where, dtype) if is_multimodal else None
+        tower = VisionTower(start, media, where, dtype) if is_multimodal else None
         make_model = partial(self.make_model, config, device=where, tower=tower)
         adapter = None if config.train.lora is None else run.directory.start_adapter_dir
 
@@ -131,9 +131,11 @@ class TorchBackend:
             make_frozen = partial(self.make_frozen, config, ranks=ranks, device=where)
             if isinstance(name, str):
                 teacher, digest = _find_teacher(run, name, ranks)
-                its_tower = Tower(local_folder(teacher.source), media, where) if is_multimodal else None
+                teacher_tower = (
+                    VisionTower(local_folder(teacher.source), media, where) if is_multimodal else None
+                )
                 with teacher.open() as (folder, its_adapter):
-                    return make_frozen(folder, dtype="auto", adapter=its_adapter, tower=its_tower), digest
+                    return make_frozen(folder, dtype="auto", adapter=its_adapter, tower=teacher_tower), digest
             if name:
                 _refuse_missing(run, name)
             if adapter is not None:

@@ -35,7 +35,7 @@ from sf_core.models.scoring import Target, score
 from sf_core.training.packing.attention import RowAttention, rows
 from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.compute_weights import ComputeLayer, ComputeTensors, fuse_through
-from sf_core.training.tower import Tower, embed
+from sf_core.training.vision_tower import VisionTower, embed
 from storage.tensors.weights import load_adapter
 
 
@@ -51,7 +51,7 @@ class Network:
         values: bool = False,
         adapter: str | None = None,
         dtype: torch.dtype | Literal["auto"] = torch.float32,
-        tower: Tower | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         """`recompute`: a backward pass computes each block again instead of keeping what was within it.
         `values`: a linear function of what the head is given, at first 0, takes the place of log-probs.
@@ -145,24 +145,24 @@ class Network:
         the network's device."""
         never = None if self.tower is None else self.tower.placeholder
         scores: tuple[torch.Tensor, ...] = self.model(
-            self._show(microbatch), partial(_score, microbatch, target, never)
+            self._add_image_features(microbatch), partial(_score, microbatch, target, never)
         )
         return scores
 
     def outputs(self, microbatch: Microbatch) -> Outputs:
         """What predicts each trained token [M, width], and the weight of the head that makes logits of it;
         None if these are the logits."""
-        outputs: Outputs = self.model(self._show(microbatch), lambda *outputs: outputs)
+        outputs: Outputs = self.model(self._add_image_features(microbatch), lambda *outputs: outputs)
         return outputs
 
     def logits(self, microbatch: Microbatch) -> torch.Tensor:
         """[M, vocabulary], one row per trained token: the logits that predict it. Of a large vocabulary they
         take most of the memory."""
-        outputs, head = self.model.outputs(self._show(microbatch))
+        outputs, head = self.model.outputs(self._add_image_features(microbatch))
         return outputs if head is None else F.linear(outputs, head)
 
-    def _show(self, microbatch: Microbatch) -> Microbatch:
-        return microbatch if self.tower is None else self.tower.show(microbatch)
+    def _add_image_features(self, microbatch: Microbatch) -> Microbatch:
+        return microbatch if self.tower is None else self.tower.add_features(microbatch)
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]

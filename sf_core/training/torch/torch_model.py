@@ -20,7 +20,7 @@ from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.network import Network, Outputs
 from sf_core.training.torch.ranks import Ranks, exchange
 from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss, are_finite
-from sf_core.training.tower import Tower
+from sf_core.training.vision_tower import VisionTower
 from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
 from storage.tensors.shards import Slice, Slices
 
@@ -98,7 +98,7 @@ class FrozenModel(_NetworkModel):
         device: str = "cpu",
         dtype: DtypeName | Literal["auto"] = "float32",
         adapter: str | None = None,
-        tower: Tower | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         """`dtype`: that of weights and computing; auto: the one that the folder has. `tower`: what shows
         images to it."""
@@ -148,7 +148,7 @@ class TorchModel(_NetworkModel):
         recompute: bool = False,
         values: bool = False,
         adapter: str | None = None,
-        tower: Tower | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         """`dtype`: that of computing; what is trained and its moments are in float32. `values`: it gives
         values for log-probs. `adapter`: folder of the adapter that is trained. `tower`: what shows images

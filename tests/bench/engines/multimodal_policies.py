@@ -24,7 +24,7 @@ from sf_core.models.images.processor_config import (
     ImageProcessorConfig,
     read_image_processor,
 )
-from sf_core.models.language import TOWER
+from sf_core.models.language import VISION_TOWER_PREFIX
 from sf_core.training.policy_folder import read_model_config
 from sf_core.types import ImageSpan, Sampling, WeightsRef
 from storage.media import read_image, store_image
@@ -49,7 +49,9 @@ class MultimodalPolicies:
         """What is published of a version: the language part alone, or version 0 whole."""
         folder = self._root / f"v{version}"
         if version and not folder.exists():
-            changed = {k: t for k, t in self._change(version).items() if not k.startswith(TOWER)}
+            changed = {
+                k: t for k, t in self._change(version).items() if not k.startswith(VISION_TOWER_PREFIX)
+            }
             save_weights(str(folder), changed, version)
         return str(folder) if version else self.start_dir
 
@@ -101,7 +103,7 @@ class MultimodalPolicies:
         tensors = load_file(f"{self.start_dir}/{FILE_NAME}")
         generator = torch.Generator().manual_seed(version)
         for name, tensor in tensors.items():
-            if version and not name.startswith(TOWER):
+            if version and not name.startswith(VISION_TOWER_PREFIX):
                 tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
         return tensors
 

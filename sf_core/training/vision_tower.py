@@ -19,13 +19,13 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from sf_core.models.images.processor_config import FEATURE_CACHE_BYTES, read_image_processor
-from sf_core.models.language import TOWER
+from sf_core.models.language import VISION_TOWER_PREFIX
 from sf_core.models.pretrained.needed_weights import load_model
 from sf_core.training.packing.trie import Microbatch
 from storage.media import ImageSpan, read_image
 
 
-class Tower:
+class VisionTower:
     """The tower of a multimodal policy. It is not trained: the models of a run share one."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Tower:
         self.placeholder = image_processor.token_id
         self._media = media
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).vision_config
-        renamed = {rf"^{TOWER}": ""}
+        renamed = {rf"^{VISION_TOWER_PREFIX}": ""}
         self._network = load_model(_Vision, model_dir, config=config, dtype=dtype, key_mapping=renamed)
         self._network.requires_grad_(False).to(device)
         # never torchvision's, which need not be there
@@ -50,17 +50,17 @@ class Tower:
     def move(self, device: torch.device) -> None:
         self._network.to(device)
 
-    def show(self, microbatch: Microbatch) -> Microbatch:
+    def add_features(self, microbatch: Microbatch) -> Microbatch:
         """The microbatch with the features of its images. Raises ValueError, one sentence, if an image is
         missing or is not what the policy saw."""
-        if microbatch.parts is None:
+        if microbatch.feature_indices is None:
             return microbatch
-        whole = torch.cat([self._see(span) for span in microbatch.images])
-        parts = microbatch.parts
+        whole = torch.cat([self._encode(span) for span in microbatch.images])
+        parts = microbatch.feature_indices
         return replace(microbatch, features=whole[parts.cpu()].to(parts.device))
 
     @torch.no_grad()
-    def _see(self, span: ImageSpan) -> torch.Tensor:
+    def _encode(self, span: ImageSpan) -> torch.Tensor:
         """The features of an image [length, width], in the host's memory."""
         if (cached := self._cache.get(span.sha256)) is not None:
             self._cache.move_to_end(span.sha256)
@@ -85,11 +85,11 @@ class Tower:
 
 def embed(microbatch: Microbatch, embedding: torch.Tensor) -> torch.Tensor:
     """What the network reads of each token [N, width]."""
-    if microbatch.shown is None or microbatch.features is None:
+    if microbatch.image_positions is None or microbatch.features is None:
         return F.embedding(microbatch.token_ids, embedding)
     # names of images are no ids
     x = F.embedding(microbatch.token_ids.clamp(min=0), embedding)
-    return x.index_copy(0, microbatch.shown, microbatch.features.to(x.dtype))
+    return x.index_copy(0, microbatch.image_positions, microbatch.features.to(x.dtype))
 
 
 class _Vision(Qwen2_5_VisionTransformerPretrainedModel):

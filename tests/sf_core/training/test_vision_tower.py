@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
-from sf_core.training import tower as tower_module
+from sf_core.training import vision_tower as vision_tower
 from sf_core.training.packing.rows import read_rows
 from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trained_model import TrainedModel
-from sf_core.training.tower import Tower
+from sf_core.training.vision_tower import VisionTower
 from storage.media import media_file
 from tests.bench import closeness, training
 from tests.bench.properties import examples
@@ -62,7 +62,7 @@ def test_scores_and_gradients_are_those_of_every_row_by_itself(
     other = data.draw(st.sampled_from("012345"))
     forks = [[(_other(parts, other), sampled) for parts, sampled in turns] for turns in rows]
     batch = training.images.multimodal_batch(policy, media, [*rows, *rows, *forks])
-    network = Network(policy, tower=Tower(policy, media))
+    network = Network(policy, tower=VisionTower(policy, media))
     reference = training.images.loaded(policy)
     wanted = training.images.seen_by_transformers(reference, policy, media, batch)
     advantages = torch.tensor([row[0] for row in batch["advantages"].to_pylist()])
@@ -99,8 +99,8 @@ def test_rows_without_images_are_as_those_of_a_policy_that_does_not_see(policy: 
     (microbatch,) = pack(
         read_rows(training.images.multimodal_batch(policy, media, [[([4], 5)], [([4], 3)]])), Packing(1 << 20)
     )
-    assert microbatch.depths.dim() == 1 and microbatch.shown is None
-    tower = Tower(policy, media)
+    assert microbatch.depths.dim() == 1 and microbatch.image_positions is None
+    tower = VisionTower(policy, media)
     logprobs, _ = Network(policy, tower=tower).scores(microbatch)
     # which may sample the placeholder
     logits = Network(policy).logits(microbatch)
@@ -112,7 +112,7 @@ def test_rows_without_images_are_as_those_of_a_policy_that_does_not_see(policy: 
 
 def test_each_image_is_seen_once(policy: str, media: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[([2, "0", "1"], 2)], [([2, "0", "2"], 2)], [([3, "1"], 2), (["0"], 2)]]
-    tower = Tower(policy, media)
+    tower = VisionTower(policy, media)
     seen = []
     see = tower._network.forward
     monkeypatch.setattr(tower._network, "forward", lambda *a, **k: (seen.append(1), see(*a, **k))[1])
@@ -121,7 +121,7 @@ def test_each_image_is_seen_once(policy: str, media: str, monkeypatch: pytest.Mo
         for microbatch in pack(read_rows(training.images.multimodal_batch(policy, media, rows)), Packing(20)):
             network.scores(microbatch)
     assert len(seen) == 3
-    monkeypatch.setattr(tower_module, "FEATURE_CACHE_BYTES", 1)
+    monkeypatch.setattr(vision_tower, "FEATURE_CACHE_BYTES", 1)
     (microbatch,) = pack(
         read_rows(training.images.multimodal_batch(policy, media, [[([2, "3"], 2)]])), Packing(20)
     )
@@ -139,7 +139,7 @@ def test_an_image_after_the_last_trained_token_is_not_seen(policy: str, media: s
         read_rows(training.images.multimodal_batch(policy, media, [text, shown])), Packing(1 << 20)
     )
     assert [image.start for image in microbatch.images] == [3]
-    network = Network(policy, tower=Tower(policy, media))
+    network = Network(policy, tower=VisionTower(policy, media))
     wanted = training.images.seen_by_transformers(
         training.images.loaded(policy),
         policy,
@@ -156,10 +156,10 @@ def test_an_image_that_is_lost_or_of_another_size_is_named(policy: str, media: s
         read_rows(training.images.multimodal_batch(policy, media, [[([2, "0"], 2)]])), Packing(20)
     )
     with pytest.raises(ValueError, match=rf"{microbatch.images[0].sha256}\.png is missing, but a trajectory"):
-        Tower(policy, str(tmp_path)).show(microbatch)
+        VisionTower(policy, str(tmp_path)).show(microbatch)
     longer = msgspec.structs.replace(microbatch.images[0], length=5)
     with pytest.raises(ValueError, match="has 4 tokens, but a trajectory has 5 tokens for it"):
-        Tower(policy, media).show(replace(microbatch, images=(longer,)))
+        VisionTower(policy, media).show(replace(microbatch, images=(longer,)))
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Seeing(training.model_contract.Setup):
     def model(self, ranks: Ranks, *, values: bool = False) -> TrainedModel:
         backend = TorchBackend(WorkerDevice())
         config = RunConfig.model_validate(self.settings)
-        tower = Tower(self.folder, self.media)
+        tower = VisionTower(self.folder, self.media)
         return backend.make_model(config, self.folder, ranks, "cpu", values=values, tower=tower)
 
 
