@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from sf_core.config.addresses import FilePath, check_server_url, expand_settings
 from sf_core.config.failures import FailureRules
 from sf_core.config.programs import AnyAgent
-from sf_core.config.undone import Normalisation, UndoneField
+from sf_core.config.unsupported_fields import Normalisation, UnsupportedField
 from sf_core.recipes.curriculum import Curriculum
 from sf_core.recipes.gates import All, AnyGate
 from sf_core.recipes.outcomes import Success
@@ -188,7 +188,7 @@ class RolloutConfig(Settings):
     max_tokens: Annotated[int | None, Derived] = Field(None, ge=1)
     """Maximum number of sampled tokens per turn. Empty: 64 for the built-in policy. With `policy.model`: 256,
     or half of `engine.context_length` if that setting is smaller than 512."""
-    ignored_fields: tuple[UndoneField, ...] = ()
+    ignored_fields: tuple[UnsupportedField, ...] = ()
     """Names of unsupported request fields to ignore, for example `presence_penalty`. Use this setting for
     clients that always send such a field. A request with any other unsupported field is refused."""
     unseen_parts: Literal["replace", "refuse"] = "replace"

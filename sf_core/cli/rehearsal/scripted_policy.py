@@ -18,7 +18,7 @@ from sf_core.cli.serving.app_thread import serve_app
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.checks import parse_object, refuse_undone
+from sf_core.dataplane.gateway.dialects.checks import parse_object, refuse_unsupported_fields
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, SESSIONS, dialect_of
 from sf_core.dataplane.gateway.keys import Caller, Keys
@@ -89,7 +89,7 @@ class ScriptedPolicy:
         if follows_grammars(self._config):
             done |= dialect.schema_fields
         parsed, _ = parse_object(data, dialect.has_ids)
-        body = refuse_undone(dialect.read(parsed, path), rules.ignored_fields, done)
+        body = refuse_unsupported_fields(dialect.read(parsed, path), rules.ignored_fields, done)
         body = normalise(body, rules.normalised)
         message = assistant_message(self._answer, [], _TURN)
         answers = [

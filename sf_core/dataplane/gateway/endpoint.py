@@ -23,7 +23,7 @@ from sf_core.dataplane.gateway.dialects.checks import (
     check_size,
     get_field,
     parse_object,
-    refuse_undone,
+    refuse_unsupported_fields,
 )
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.gateway.normalised import normalise
@@ -185,7 +185,7 @@ def _parse_for_run(
     supported = dialect.done_fields
     if turns.spec.follows_grammars:
         supported |= dialect.schema_fields
-    body = refuse_undone(body, settings.ignored_fields, supported)
+    body = refuse_unsupported_fields(body, settings.ignored_fields, supported)
     body = normalise(body, settings.normalised)
     requests = dialect.parse(body, session, is_multimodal)
     left_out = requests[0].left_out

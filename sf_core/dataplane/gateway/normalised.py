@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from sf_core.config.undone import Normalisation
+from sf_core.config.unsupported_fields import Normalisation
 from sf_core.dataplane.gateway.dialects.checks import Body
 
 BILLING_HEADER = "x-anthropic-billing-header:"

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sf_core.config.rollout_config import MOST_TOP_K, bound_temperature, bound_top_p
-from sf_core.config.undone import UNDONE
+from sf_core.config.unsupported_fields import UNSUPPORTED_FIELDS
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.contents import CHARACTERS, LeftOut, too_many_values
 from sf_core.dataplane.chat.json_text import (
@@ -200,14 +200,15 @@ def get_field(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> A
     return value
 
 
-def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[str] = ()) -> Body:
-    """The body without the fields that the run ignores. Raises WrongField for other fields of `UNDONE` with
-    values that would change the answer. `done` are fields that the dialect supports all the same."""
-    names = sorted(name for outer in _UNDONE.keys() & body.keys() for name in _UNDONE[outer])
+def refuse_unsupported_fields(body: Body, ignored: Collection[str] = (), done: Collection[str] = ()) -> Body:
+    """The body without the fields that the run ignores. Raises WrongField for other fields of
+    `UNSUPPORTED_FIELDS` with values that would change the answer. `done` are fields that the dialect supports
+    all the same."""
+    names = sorted(name for outer in _UNSUPPORTED.keys() & body.keys() for name in _UNSUPPORTED[outer])
     for name in names:
         if name in ignored or name in done:
             continue
-        harmless_values = UNDONE[name]
+        harmless_values = UNSUPPORTED_FIELDS[name]
         value = _get_nested_field(body, name)
         if value is not None and value not in harmless_values:
             instead = "".join(f", or make it {json.dumps(harmless)}" for harmless in harmless_values)
@@ -221,10 +222,11 @@ def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[st
     return body
 
 
-_UNDONE = {
-    outer: [*names] for outer, names in groupby(sorted(UNDONE), key=lambda name: name.partition(".")[0])
+_UNSUPPORTED = {
+    outer: [*names]
+    for outer, names in groupby(sorted(UNSUPPORTED_FIELDS), key=lambda name: name.partition(".")[0])
 }
-"""Names in `UNDONE` by the field of the body that holds them: a body has few of them."""
+"""Names in `UNSUPPORTED_FIELDS` by the field of the body that holds them: a body has few of them."""
 
 
 def _get_nested_field(body: Body, name: str) -> Any:

@@ -57,11 +57,11 @@ class Dialect(Protocol):
     """None: the API of this dialect counts no tokens."""
 
     schema_fields: frozenset[str]
-    """Fields of `UNDONE` that make answers follow a schema. The dialect reads them for runs whose engines
-    follow grammars."""
+    """Fields of `UNSUPPORTED_FIELDS` that make answers follow a schema. The dialect reads them for runs whose
+    engines follow grammars."""
 
     done_fields: frozenset[str]
-    """Fields of `UNDONE` that this dialect supports, although others do not."""
+    """Fields of `UNSUPPORTED_FIELDS` that this dialect supports, although others do not."""
 
     has_ids: bool
     """Whether prompts may be lists of token ids. A body may have any number of these, unlike of other
@@ -78,7 +78,7 @@ class Dialect(Protocol):
 
     def read(self, body: Body, path: str) -> Body:
         """The body in the form that the other methods expect: with model and stream, which the path may
-        contain, and with the field names of `UNDONE`. Raises ApiError."""
+        contain, and with the field names of `UNSUPPORTED_FIELDS`. Raises ApiError."""
         ...
 
     def parse(self, body: Body, session: Session, is_multimodal: bool = False) -> list[TurnRequest]:

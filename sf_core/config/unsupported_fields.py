@@ -20,7 +20,7 @@ KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 ALWAYS_REFUSED: tuple[Any, ...] = ()
 """No value of the field leaves the answer as it is."""
 
-UNDONE: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     # constraints on sampling
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -88,13 +88,13 @@ UNDONE: dict[str, tuple[Any, ...]] = {
 with a dot is the name of a field inside another field."""
 
 
-DONE_SINCE = {"chat_template_kwargs"}
+SUPPORTED_SINCE = {"chat_template_kwargs"}
 """Fields that earlier versions refused. A run may still list these fields in `rollout.ignored_fields`."""
 
 
-def _is_undone(name: str) -> str:
-    if name not in UNDONE and name not in DONE_SINCE:
-        near = " or ".join(get_close_matches(name, UNDONE)) or "presence_penalty"
+def _check_unsupported_field(name: str) -> str:
+    if name not in UNSUPPORTED_FIELDS and name not in SUPPORTED_SINCE:
+        near = " or ".join(get_close_matches(name, UNSUPPORTED_FIELDS)) or "presence_penalty"
         raise ValueError(f"{quote(name)} is not a field that can be ignored; use for example {near}")
     return name
 
@@ -102,5 +102,5 @@ def _is_undone(name: str) -> str:
 Normalisation = Literal["billing_header"]
 """Name of a text that is removed from requests (dataplane/gateway/dialects/normalised.py)."""
 
-UndoneField = Annotated[str, AfterValidator(_is_undone)]
+UnsupportedField = Annotated[str, AfterValidator(_check_unsupported_field)]
 """Name of an unsupported request field."""

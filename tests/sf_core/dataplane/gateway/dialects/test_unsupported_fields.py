@@ -14,10 +14,10 @@ from anthropic import Anthropic
 from anthropic.types.thread_unsupported_request_error import ThreadUnsupportedRequestError
 
 from sf_core.config import RunConfig
-from sf_core.config.undone import UNDONE
+from sf_core.config.unsupported_fields import UNSUPPORTED_FIELDS
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.checks import refuse_undone
+from sf_core.dataplane.gateway.dialects.checks import refuse_unsupported_fields
 from tests.bench.dataplane import planes
 from tests.sf_core.dataplane.gateway.dialects import asking
 
@@ -59,9 +59,9 @@ def test_values_that_change_nothing_pass(
 ) -> None:
     served_plane.register()
     served_plane.connect(planes.answering(renderer, "the sum is 42."))
-    neutral = {name: values[0] if values else None for name, values in UNDONE.items()}
+    neutral = {name: values[0] if values else None for name, values in UNSUPPORTED_FIELDS.items()}
     assert asking.ask(served_plane, path, nested(neutral))[0] == 200
-    assert asking.ask(served_plane, path, nested(dict.fromkeys(UNDONE)))[0] == 200
+    assert asking.ask(served_plane, path, nested(dict.fromkeys(UNSUPPORTED_FIELDS)))[0] == 200
 
 
 @DIALECTS
@@ -75,15 +75,17 @@ def test_a_run_may_ignore_some_of_them(
     assert (status, answer["error"]["message"].split()[0]) == (400, "min_tokens")
 
 
-@pytest.mark.parametrize("name", UNDONE)
+@pytest.mark.parametrize("name", UNSUPPORTED_FIELDS)
 def test_every_field_of_the_list_is_refused_in_one_sentence(name: str) -> None:
     with pytest.raises(
         ApiError, match=f"^{name} is not supported and would change the answer: .*\\.$"
     ) as error:
-        refuse_undone(nested({name: "something else"}))
+        refuse_unsupported_fields(nested({name: "something else"}))
     assert error.value.status == 400
     outer, _, inner = name.partition(".")
-    assert refuse_undone(nested({name: "something else"}), [name]) == ({outer: {}} if inner else {})
+    assert refuse_unsupported_fields(nested({name: "something else"}), [name]) == (
+        {outer: {}} if inner else {}
+    )
 
 
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}}
