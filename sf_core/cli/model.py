@@ -10,7 +10,7 @@ import typer
 from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import fail, tell
 from sf_core.models.pretrained.gguf_file import is_gguf, make_folder
-from sf_core.models.pretrained.published import PUBLISHED, folder_of, make_published
+from sf_core.models.pretrained.published import PUBLISHED, download_published_model, folder_of
 
 commands = App()
 
@@ -66,7 +66,7 @@ def _make(source: str, folder: Path | None) -> Path:
     if folder is not None:
         _refuse_existing(folder)
     if not target.is_dir():
-        make_published(source, target, tell)
+        download_published_model(source, target, tell)
     return target
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sf_core.models.pretrained.needed_weights import make_empty
+from sf_core.models.pretrained.needed_weights import build_on_meta_device
 from storage.files import join, read_bytes
 from storage.json_files import load_json
 from storage.tensors.tensor_bytes import find_difference
@@ -180,7 +180,7 @@ def list_linears(shape: Mapping[str, Any]) -> dict[str, torch.Size]:
     }
 
 
-def find_unreached(shape: Mapping[str, Any]) -> tuple[float, list[str]]:
+def find_weights_outside_linears(shape: Mapping[str, Any]) -> tuple[float, list[str]]:
     """The share of the weights in the blocks of a model of this shape that are in no linear layer, and the
     last parts of their names, those with the most weights first."""
     from torch import nn
@@ -200,7 +200,7 @@ def find_unreached(shape: Mapping[str, Any]) -> tuple[float, list[str]]:
 
 def _list_blocks(shape: Mapping[str, Any]) -> dict[str, nn.Module]:
     """The blocks of a model of this shape, by their names. They have no memory."""
-    model = make_empty(shape, part=True)
+    model = build_on_meta_device(shape, part=True)
     kinds = model._no_split_modules or ()
     return {name: layer for name, layer in model.named_modules() if type(layer).__name__ in kinds}
 
@@ -261,7 +261,7 @@ def make_factors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, 
     return factors
 
 
-def merge_folders(base: str, adapter: str, dtype: str) -> dict[str, torch.Tensor]:
+def load_merged(base: str, adapter: str, dtype: str) -> dict[str, torch.Tensor]:
     """The weights of a model with an adapter of it, both in folders, as `merge` makes them."""
     import torch
 

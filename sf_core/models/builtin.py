@@ -21,7 +21,7 @@ from transformers import (
 
 from sf_core.config import PolicyConfig
 from sf_core.config.rollout_config import BUILT_IN_CONTEXT
-from sf_core.models.cache_size import built_in_shape
+from sf_core.models.cache_size import builtin_shape
 from sf_core.models.images.processor_config import PREPROCESSOR_CONFIG
 
 UNKNOWN = "<unk>"
@@ -99,7 +99,7 @@ def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
     """
     tokenizer = make_tokenizer(config.sees)
     shape: dict[str, Any] = dict(
-        **built_in_shape(config.hidden_size, config.num_layers),
+        **builtin_shape(config.hidden_size, config.num_layers),
         vocab_size=len(tokenizer),
         max_position_embeddings=BUILT_IN_CONTEXT,
         tie_word_embeddings=True,

@@ -46,7 +46,7 @@ def head_width(config: Mapping[str, Any]) -> int | None:
         return None
 
 
-def built_in_shape(hidden_size: int, num_layers: int) -> dict[str, int]:
+def builtin_shape(hidden_size: int, num_layers: int) -> dict[str, int]:
     """The built-in policy's sizes beside those of vocabulary and context, as a Hugging Face configuration
     names them."""
     head_dim = 32
@@ -61,7 +61,7 @@ def built_in_shape(hidden_size: int, num_layers: int) -> dict[str, int]:
     }
 
 
-def built_in_parameters(hidden_size: int, num_layers: int) -> int:
+def count_builtin_parameters(hidden_size: int, num_layers: int) -> int:
     """Number of parameters of the built-in policy's projections, which are nearly all it has."""
     attention = 3 * hidden_size**2
     mlp = 3 * 4 * hidden_size**2

@@ -315,13 +315,13 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows
     """Attention within num_rows sequences of equal length, laid one after the other."""
     num_heads = q.shape[1]
     q, k, v = (t.unflatten(0, (num_rows, -1)).transpose(1, 2) for t in (q, k, v))
-    k = for_every_head(k, num_heads)
-    v = for_every_head(v, num_heads)
+    k = repeat_kv(k, num_heads)
+    v = repeat_kv(v, num_heads)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def for_every_head(kv: torch.Tensor, num_heads: int) -> torch.Tensor:
+def repeat_kv(kv: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Keys or values [n, kv_heads, T, head_dim] repeated to [n, num_heads, T, head_dim]. Few fused kernels
     take fewer of them than queries; without one, attention holds all scores, which grow with the square."""
     repeats = num_heads // kv.shape[1]

@@ -16,7 +16,7 @@ VISION_TOWER_PREFIX = "visual."
 """Begin of the names of the weights in a policy's files that read images. They are not trained."""
 
 
-def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:
+def load_with_vision_tower(start: str, version: str) -> dict[str, torch.Tensor]:
     """The weights in the folder of a version, with those of the start folder that no version has: the tower
     of a multimodal policy."""
     if read_image_processor(start) is None:
@@ -28,10 +28,11 @@ def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:
 
 
 def copy_version(start: str, version: str, folder: str) -> list[FileRef]:
-    """Copy the weights in the folder of a version as `load_whole` has them; returns the copies."""
+    """Copy the weights in the folder of a version as `load_with_vision_tower` has them; returns the
+    copies."""
     if read_image_processor(start) is None:
         return copy_folder(version, folder, exclude=(DELTA,))
-    return save_weights(folder, load_whole(start, version), 0)
+    return save_weights(folder, load_with_vision_tower(start, version), 0)
 
 
 def language_model(config: Any) -> tuple[Any, Any]:

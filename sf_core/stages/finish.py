@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sf_core.models.adapter import merge_folders
-from sf_core.models.language import load_whole
+from sf_core.models.adapter import load_merged
+from sf_core.models.language import load_with_vision_tower
 from sf_core.reports.card.card import CARD, write_card
 from sf_core.reports.export.trackers import write_events
 from sf_core.reports.log_lines import tell
@@ -46,9 +46,9 @@ def export_policy(run: OpenRun) -> None:
     copy_folder(run.directory.start_dir, folder, exclude=(*WEIGHT_FILES, CARD))
     newest = run.weights(version).uri
     if run.config.train.lora is None:
-        weights = load_whole(run.directory.start_dir, newest)
+        weights = load_with_vision_tower(run.directory.start_dir, newest)
     else:
         copy_folder(newest, run.directory.policy_adapter_dir)
-        weights = merge_folders(run.directory.start_dir, newest, dtype)
+        weights = load_merged(run.directory.start_dir, newest, dtype)
     # version 0 has the dtype of policy.model
     save_weights(folder, weights, version, dtype)

@@ -15,7 +15,7 @@ from sf_core.dataplane.chat.template_probes import roles_shown_as_lists
 from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES
 from sf_core.models.language import VISION_TOWER_PREFIX, language_model
 from sf_core.models.pretrained.gguf_file import is_gguf
-from sf_core.models.pretrained.needed_weights import check_weights, count_needed
+from sf_core.models.pretrained.needed_weights import check_weights, count_language_parameters
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
 from storage.files import join, list_files, read_bytes
 from storage.json_files import load_json
@@ -195,7 +195,7 @@ def read_model_config(folder: str, setting: str = "policy.model") -> dict[str, A
 def count_parameters(folder: str) -> int:
     """Number of parameters of a model folder that are trained: those that its architecture has, but not those
     of the vision tower of a multimodal policy. A head that is tied to the embedding counts once."""
-    return count_needed(read_model_config(folder))
+    return count_language_parameters(read_model_config(folder))
 
 
 def count_vision_tower(folder: str) -> int:

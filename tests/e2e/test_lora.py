@@ -9,7 +9,7 @@ import torch
 
 from sf_core.cli.replay import replay
 from sf_core.config import PolicyConfig
-from sf_core.models.adapter import merge_folders
+from sf_core.models.adapter import load_merged
 from sf_core.models.builtin import make_policy
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
@@ -47,7 +47,7 @@ def test_an_adapter_is_trained_and_sampled_whatever_is_killed_and_each_step_can_
     made = load_weights(run.start_dir)
     given = load_weights(model)
     assert all(torch.equal(made[name], given[name]) for name in given)
-    merged = merge_folders(run.start_dir, run.version_dir(4), "float32")
+    merged = load_merged(run.start_dir, run.version_dir(4), "float32")
     policy = load_weights(run.policy_dir)
     assert all(torch.equal(policy[name], merged[name]) for name in merged)
     assert replay(run.uri, 3).equal and replay(run.uri, 0).equal

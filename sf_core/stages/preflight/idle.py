@@ -12,7 +12,7 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.rollout_config import LEAST_TEMPERATURE, LEAST_TOP_P
-from sf_core.models.adapter import find_unreached
+from sf_core.models.adapter import find_weights_outside_linears
 from sf_core.recipes.advantages import CustomAdvantage, Gae, RoleBaseline, Whitened
 from sf_core.recipes.losses import Clip, SequenceClip
 from sf_core.recipes.weights import EntropyConfidence, Surprising
@@ -55,7 +55,7 @@ def describe_unreached(config: RunConfig, shape: Mapping[str, Any]) -> str | Non
     lora = config.train.lora
     if lora is None or lora.targets is not None or config.policy.adapter is not None:
         return None
-    share, names = find_unreached(shape)
+    share, names = find_weights_outside_linears(shape)
     if share <= LARGEST_UNREACHED:
         return None
     return (

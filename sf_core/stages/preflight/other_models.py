@@ -15,7 +15,11 @@ from sf_core.environment_variables import vllm_python
 from sf_core.environments.registry import group_reward_of, reward_of
 from sf_core.models.context import longest_context
 from sf_core.models.images.processor_config import read_image_processor
-from sf_core.models.pretrained.needed_weights import UnknownModelError, check_weights, find_lack_of_codes
+from sf_core.models.pretrained.needed_weights import (
+    UnknownModelError,
+    check_weights,
+    find_missing_quantized_modules,
+)
 from sf_core.scheduling.cluster import workers_here
 from sf_core.stages.preflight.facts import Facts, known
 from sf_core.training.policy_folder import is_quantised, policy_folder, read_model_config
@@ -145,7 +149,7 @@ def describe_incomplete(folder: str, setting: str) -> str | None:
             check_weights(shape, folder, setting)
             return None
         stored = open_weights(folder)[0].entries
-        lack = find_lack_of_codes(shape, stored)
+        lack = find_missing_quantized_modules(shape, stored)
     except UnknownModelError:
         return None
     except (ValueError, OSError) as error:

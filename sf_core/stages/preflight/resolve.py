@@ -15,7 +15,7 @@ from sf_core.config.programs import Command
 from sf_core.config.train_config import CHECKPOINT_BYTES, interval_for, rate_for, rate_of_built_in
 from sf_core.environments.registry import draw_tasks
 from sf_core.models.context import longest_context
-from sf_core.models.pretrained.apart import call_apart
+from sf_core.models.pretrained.apart import call_in_subprocess
 from sf_core.stages.preflight.lora import TrainedAdapter
 from sf_core.stages.preflight.teacher import teacher_context
 from sf_core.training.policy_folder import read_model_config
@@ -196,7 +196,7 @@ def _context(tokens: int, folder: str, prompts: Sequence[str], most: int | None)
 
 
 def _dtype() -> Resolved:
-    dtype: str = call_apart(_fastest_dtype)
+    dtype: str = call_in_subprocess(_fastest_dtype)
     if dtype == "bfloat16":
         return Resolved(dtype, "the device has instructions for it")
     return Resolved(dtype, "the CPU has no instructions for bfloat16")

@@ -9,7 +9,7 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.models.adapter import list_linears, read_adapter
-from sf_core.models.cache_size import built_in_shape
+from sf_core.models.cache_size import builtin_shape
 from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES
 from sf_core.stages.preflight.lora import (
     TrainedAdapter,
@@ -29,7 +29,7 @@ def warms_model(config: RunConfig) -> bool:
 
 def name_built_in_shape(config: RunConfig) -> dict[str, Any]:
     """The shape of the built-in policy, named as in Hugging Face's config.json."""
-    shape = built_in_shape(config.policy.hidden_size, config.policy.num_layers)
+    shape = builtin_shape(config.policy.hidden_size, config.policy.num_layers)
     return {"model_type": MULTIMODAL_MODEL_TYPES[0] if config.policy.sees else "qwen3", **shape}
 
 

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from sf_core.models.adapter import (
     Adapter,
+    load_merged,
     make_factors,
-    merge_folders,
     name_factor,
     read_adapter,
     shape_factors,
@@ -173,7 +173,7 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
     model.save_pretrained(str(tmp_path))
     ids = torch.arange(12)[None] % 50
     try:
-        merged = merge_folders(folder, str(tmp_path), "float32")
+        merged = load_merged(folder, str(tmp_path), "float32")
     except ValueError as refused:
         assert "init_lora_weights" in str(refused) and init in ("pissa", "olora")
         return

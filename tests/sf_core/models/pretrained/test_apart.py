@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from sf_core.models.pretrained import apart
-from sf_core.models.pretrained.apart import call_apart
+from sf_core.models.pretrained.apart import call_in_subprocess
 from sf_core.models.pretrained.needed_weights import UnknownModelError
 
 
@@ -37,30 +37,32 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_process_without_torch_asks_another_one_once() -> None:
-    asked = call_apart(own_process, "x")
+    asked = call_in_subprocess(own_process, "x")
     assert asked != os.getpid()
-    assert call_apart(own_process, "x") == asked != call_apart(own_process, "y")
+    assert call_in_subprocess(own_process, "x") == asked != call_in_subprocess(own_process, "y")
     sizes = {"a": 1, "b": 2}
-    assert call_apart(own_process, sizes) == call_apart(own_process, dict(reversed(sizes.items())))
+    assert call_in_subprocess(own_process, sizes) == call_in_subprocess(
+        own_process, dict(reversed(sizes.items()))
+    )
 
 
 def test_a_process_that_has_torch_answers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", sys)
-    assert call_apart(own_process) == os.getpid()
+    assert call_in_subprocess(own_process) == os.getpid()
 
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("known", [UnknownModelError, ValueError])
 def test_what_it_raises_is_raised_here(known: type[ValueError]) -> None:
     with pytest.raises(ValueError, match=r"^there is no such model$") as raised:
-        call_apart(fail, raises=[known])
+        call_in_subprocess(fail, raises=[known])
     assert type(raised.value) is known
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_process_that_ends_without_an_answer_is_told() -> None:
     with pytest.raises(subprocess.CalledProcessError, match="status 3"):
-        call_apart(end)
+        call_in_subprocess(end)
 
 
 def test_what_a_command_says_of_a_policy_needs_no_torch_in_its_process_and_its_versions_ask_no_more(

