@@ -21,7 +21,7 @@ from benchmarks.gateway_client import (
 )
 from benchmarks.gateway_stand import MODEL, Gateway
 from sf_core.config import RunConfig
-from sf_core.dataplane.bodies import RunRollout, RunSpec
+from sf_core.dataplane.api_schemas import RunRollout, RunSpec
 from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions

@@ -24,7 +24,7 @@ from benchmarks.simulation.overheads import Overheads
 from benchmarks.simulation.rollout import Rollout
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device
-from sf_core.dataplane.bodies import EnginePace
+from sf_core.dataplane.api_schemas import EnginePace
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.results import NUM_RECENT
 from sf_core.recipes.outcomes import Result

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Literal
 
-from sf_core.dataplane.bodies import EnginePace
+from sf_core.dataplane.api_schemas import EnginePace
 from sf_core.scheduling.timeline import Timeline
 
 MEMORY = 3

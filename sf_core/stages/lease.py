@@ -14,7 +14,7 @@ from sf_core.agents.authorities import read_authorities_lazily
 from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import EnvironmentConfig, RunConfig
-from sf_core.dataplane.bodies import Work
+from sf_core.dataplane.api_schemas import Work
 from sf_core.dataplane_key import operator_key
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.vllm.judge_server import serve_judges

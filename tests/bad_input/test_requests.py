@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sf_core.dataplane.bodies import MAX_PARTS, MAX_STEPS
+from sf_core.dataplane.api_schemas import MAX_PARTS, MAX_STEPS
 from sf_core.dataplane.gateway.dialects.checks import MAX_STOPS, MAX_TOOLS, MAX_TOOLS_BYTES
 from tests.bench import refusals
 from tests.bench.dataplane import planes, specs

@@ -17,7 +17,7 @@ import typer
 import seamlessflow
 from sf_core.cli.main import app as commands
 from sf_core.config import RunConfig
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.control.openapi import make_document

@@ -14,7 +14,7 @@ import msgspec
 import orjson
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
-from sf_core.dataplane.bodies import EngineStatus, RunStatus
+from sf_core.dataplane.api_schemas import EngineStatus, RunStatus
 from sf_core.waits import Wait, waiting_for
 
 CONNECT_S = 5.0

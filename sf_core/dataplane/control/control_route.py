@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sf_core.dataplane.bodies import MAX_INDEX
+from sf_core.dataplane.api_schemas import MAX_INDEX
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import parse_json

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
-from sf_core.dataplane.bodies import MAX_INDEX
+from sf_core.dataplane.api_schemas import MAX_INDEX
 from sf_core.dataplane.control.control_route import JSON, ControlRoute
 from sf_core.dataplane.gateway.dialects.registry import is_for_clients
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sf_core.dataplane.bodies import FinishBody, GroupBody, RunSpec, SessionBody
+from sf_core.dataplane.api_schemas import FinishBody, GroupBody, RunSpec, SessionBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, WrongField
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, no_model

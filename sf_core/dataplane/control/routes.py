@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from sf_core.dataplane import bodies
+from sf_core.dataplane import api_schemas
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream, batch_files
 from sf_core.dataplane.control.control_route import MAX_WAIT_S, Answer, ControlRouter
 from sf_core.dataplane.control.openapi import make_document
@@ -44,7 +44,7 @@ router = ControlRouter()
 
 @router.post(SESSIONS, "Open a session for an external agent.", refusals=[404, 429, 503])
 async def open_session(
-    plane: DataPlane, request: Request, caller: Caller, body: bodies.SessionBody
+    plane: DataPlane, request: Request, caller: Caller, body: api_schemas.SessionBody
 ) -> Answer:
     session = await plane.open_session(body, caller)
     return _access_to(plane.run(body.run_id), session, request, caller)
@@ -52,7 +52,7 @@ async def open_session(
 
 @router.post(GROUPS, "Declare a group for external agents.", refusals=[404, 409, 429, 503])
 async def declare_group(
-    plane: DataPlane, request: Request, caller: Caller, run_id: str, body: bodies.GroupBody
+    plane: DataPlane, request: Request, caller: Caller, run_id: str, body: api_schemas.GroupBody
 ) -> Answer:
     sessions = await plane.declare(run_id, body, caller)
     run = plane.run(run_id)
@@ -82,12 +82,12 @@ async def tree(run: ServedRun, session: Session) -> Answer:
 
 
 @router.post(SESSION + "/reward", "Give a session a reward before it ends.", recorded=True, confirmed=True)
-async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> None:
+async def reward(run: ServedRun, session: Session, body: api_schemas.RewardBody) -> None:
     await endings.reward(run, session, body)
 
 
 @router.post(SESSION + "/finish", "End a session.", refusals=[409, 503])
-async def finish(plane: DataPlane, caller: Caller, session_id: str, body: bodies.FinishBody) -> None:
+async def finish(plane: DataPlane, caller: Caller, session_id: str, body: api_schemas.FinishBody) -> None:
     run = plane.find_ended(session_id, caller)
     if run is None or not endings.answer_late(run, session_id, body):
         run, session = plane.find_session(session_id, caller)
@@ -97,7 +97,7 @@ async def finish(plane: DataPlane, caller: Caller, session_id: str, body: bodies
 
 
 @router.post(RUN + "/finished", "End several sessions.", recorded=True, confirmed=True)
-async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
+async def finish_many(run: ServedRun, body: api_schemas.FinishedBody) -> Answer:
     ends: list[bool | BaseException] = []
     for at in range(0, len(body.sessions), AT_ONCE):
         ending = (_finish_one(run, report) for report in body.sessions[at : at + AT_ONCE])
@@ -115,7 +115,7 @@ async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
     return {"finished": finished, "refused": refused}
 
 
-async def _finish_one(run: ServedRun, report: bodies.FinishedReport) -> bool:
+async def _finish_one(run: ServedRun, report: api_schemas.FinishedReport) -> bool:
     """Whether the session has ended by this report, now or before."""
     if (session := run.sessions.get(report.session_id)) is None:
         return endings.answer_late(run, report.session_id, report)
@@ -126,7 +126,7 @@ async def _finish_one(run: ServedRun, report: bodies.FinishedReport) -> bool:
 
 
 @router.post("/runs", "Register a run, or start another attempt on a run.", refusals=[409, 503])
-async def register(plane: DataPlane, body: bodies.RunSpec) -> Answer:
+async def register(plane: DataPlane, body: api_schemas.RunSpec) -> Answer:
     return run_status(await plane.register(body))
 
 
@@ -136,7 +136,7 @@ async def status(run: ServedRun) -> Answer:
 
 
 @router.post(RUN + "/claim", "Claim sessions for a runner.", refusals=[503])
-async def claim(run: ServedRun, caller: Caller, body: bodies.ClaimBody) -> Answer:
+async def claim(run: ServedRun, caller: Caller, body: api_schemas.ClaimBody) -> Answer:
     body = body.model_copy(update={"wait_s": min(body.wait_s, MAX_WAIT_S)})
     sessions, released = await claiming.claim(run, body)
     return {
@@ -195,12 +195,12 @@ async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: flo
 
 
 @router.post(BATCH + "/seal", "Seal a batch: write it into the run directory.", recorded=True, confirmed=True)
-async def seal_batch(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
+async def seal_batch(plane: DataPlane, run: ServedRun, index: int, body: api_schemas.SealBody) -> Answer:
     return await plane.sealers[run.spec.run_id].seal_batch(index, body.attempt)
 
 
 @router.post(EVALUATION, "Start the evaluation of a policy version.", refusals=[409], recorded=True)
-async def start_evaluation(run: ServedRun, index: int, body: bodies.EvaluationBody) -> None:
+async def start_evaluation(run: ServedRun, index: int, body: api_schemas.EvaluationBody) -> None:
     await run.start_evaluation(index, body.num_tasks)
 
 
@@ -218,29 +218,29 @@ async def evaluation(run: ServedRun, index: int, wait_s: float) -> Answer:
     recorded=True,
     confirmed=True,
 )
-async def seal_evaluation(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
+async def seal_evaluation(plane: DataPlane, run: ServedRun, index: int, body: api_schemas.SealBody) -> Answer:
     return await plane.sealers[run.spec.run_id].seal_evaluation(index, body.attempt)
 
 
 @router.post(RUN + "/weights", "Publish a policy version to all engines.", refusals=[409], recorded=True)
-async def publish(plane: DataPlane, run: ServedRun, body: bodies.WeightsBody) -> Answer:
+async def publish(plane: DataPlane, run: ServedRun, body: api_schemas.WeightsBody) -> Answer:
     return await plane.publish(run, WeightsRef(body.version, body.uri))
 
 
 @router.post(RUN + "/leases/{lease_id}/revoke", "Revoke a lease and disconnect its engine.", recorded=True)
-async def revoke(plane: DataPlane, run: ServedRun, lease_id: str, body: bodies.RevokeBody) -> Answer:
+async def revoke(plane: DataPlane, run: ServedRun, lease_id: str, body: api_schemas.RevokeBody) -> Answer:
     return await plane.revoke(run, lease_id, body.within_s)
 
 
 @router.post(RUN + "/pause", "Pause sampling.", recorded=True)
-async def pause(run: ServedRun, body: bodies.PauseBody) -> Answer:
+async def pause(run: ServedRun, body: api_schemas.PauseBody) -> Answer:
     started = time.monotonic()
     num_engines = await run.pause(body.mode, body.engine)
     return {"engines": num_engines, "seconds": time.monotonic() - started}
 
 
 @router.post(RUN + "/resume", "Resume sampling.", recorded=True)
-async def resume(run: ServedRun, body: bodies.ResumeBody) -> None:
+async def resume(run: ServedRun, body: api_schemas.ResumeBody) -> None:
     await run.resume(body.engine)
 
 
@@ -267,13 +267,13 @@ async def alive(run: ServedRun, runner: str) -> None:
 @router.post(
     RUN + "/release", "Release a run whose flow has ended: runners and engines disconnect.", recorded=True
 )
-async def release(plane: DataPlane, run: ServedRun, body: bodies.ReleaseBody) -> None:
+async def release(plane: DataPlane, run: ServedRun, body: api_schemas.ReleaseBody) -> None:
     if body.attempt is None or body.attempt == run.spec.attempt:
         await plane.release(run)
 
 
 @router.post(RUN + "/stage", "Set the current stage of the flow.")
-async def stage(run: ServedRun, body: bodies.StageBody) -> None:
+async def stage(run: ServedRun, body: api_schemas.StageBody) -> None:
     run.stage = body.model_dump()
 
 

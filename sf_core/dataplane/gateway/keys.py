@@ -25,7 +25,7 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.connections import note_caller
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import (

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from starlette.types import Scope
 
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.sessions.session import Session

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from sf_core.dataplane.bodies import PauseMode
+from sf_core.dataplane.api_schemas import PauseMode
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed
 from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
 from sf_core.dataplane.routing.connection import (

@@ -11,7 +11,7 @@ import math
 import secrets
 from collections.abc import Mapping
 
-from sf_core.dataplane.bodies import ClaimBody, GroupBody, SessionBody, TaskName
+from sf_core.dataplane.api_schemas import ClaimBody, GroupBody, SessionBody, TaskName
 from sf_core.dataplane.runs import decide, events
 from sf_core.dataplane.runs.endings import refuse_other_task
 from sf_core.dataplane.runs.events import OpenedSession

@@ -14,7 +14,7 @@ from typing import Any
 
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, failures_text
-from sf_core.dataplane.bodies import FinishBody, RewardBody
+from sf_core.dataplane.api_schemas import FinishBody, RewardBody
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.runs import decide, events
 from sf_core.dataplane.runs.ledger import Ledger

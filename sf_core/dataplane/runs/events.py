@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sf_core.config.failures import Reason
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.runs.ledger import Batch
 from sf_core.dataplane.sessions.claims import Claim, is_external

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import NamedTuple
 
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.chat.renderer import read_renderer
 from sf_core.dataplane.errors import ApiError, may_pass
 from sf_core.dataplane.journal.journal import Journal

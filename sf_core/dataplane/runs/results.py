@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from sf_core.config.failures import REASONS
-from sf_core.dataplane.bodies import MAX_PARTS, MAX_STEPS, FinishBody, RewardBody, RunSpec
+from sf_core.dataplane.api_schemas import MAX_PARTS, MAX_STEPS, FinishBody, RewardBody, RunSpec
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.journal.events import encode
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split, is_external

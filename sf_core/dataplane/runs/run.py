@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from sf_core.dataplane.bodies import PauseMode, RunSpec
+from sf_core.dataplane.api_schemas import PauseMode, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.journal.fence import Fence

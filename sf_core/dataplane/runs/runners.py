@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sf_core.dataplane.bodies import Spent, Work
+from sf_core.dataplane.api_schemas import Spent, Work
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.sessions.session import Session

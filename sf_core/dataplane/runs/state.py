@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sf_core.config.failures import REASONS
-from sf_core.dataplane.bodies import RewardBody, RunSpec
+from sf_core.dataplane.api_schemas import RewardBody, RunSpec
 from sf_core.dataplane.journal.journal import Compaction
 from sf_core.dataplane.runs import events
 from sf_core.dataplane.runs.events import RunEvent

@@ -9,7 +9,7 @@ from functools import partial
 from typing import ClassVar
 
 from sf_core.config.failures import Status
-from sf_core.dataplane.bodies import FinishBody, RunSpec
+from sf_core.dataplane.api_schemas import FinishBody, RunSpec
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.images import IMAGE_BYTES

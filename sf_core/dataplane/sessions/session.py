@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sf_core.dataplane.bodies import RewardBody
+from sf_core.dataplane.api_schemas import RewardBody
 from sf_core.dataplane.chat.messages import Message, as_said, extend_chain, size_of, without_ids
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 
 _NO_REWARD: dict[str, Any] = {"reward": None, "reward_parts": {}, "step_rewards": {}}

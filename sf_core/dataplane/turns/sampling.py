@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from msgspec.structs import replace
 
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import Sampling

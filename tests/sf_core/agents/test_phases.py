@@ -15,7 +15,7 @@ import pytest
 
 from sf_core.agents.phases import Phases, Work
 from sf_core.config import RolloutConfig
-from sf_core.dataplane.bodies import ClaimBody, TaskName
+from sf_core.dataplane.api_schemas import ClaimBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import sweep_run
 from sf_core.dataplane.runs import claiming

@@ -17,7 +17,7 @@ from sf_core.agents.phases import LateError, Phases, Work
 from sf_core.agents.runner import _name_judgements
 from sf_core.config import RolloutConfig
 from sf_core.config.rollout_config import JudgeConfig
-from sf_core.dataplane.bodies import FinishBody
+from sf_core.dataplane.api_schemas import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
 from sf_core.types import NotJudged, Scored, Task

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from sf_core.dataplane.bodies import EnginePace
+from sf_core.dataplane.api_schemas import EnginePace
 from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.lending import LendingGate, Switching, WorkLeft, work_left
 from sf_core.scheduling.timeline import Timeline, read_spans

@@ -10,7 +10,7 @@ import pytest
 
 from sf_core.agents.judges.judges import Judges
 from sf_core.config import EnvironmentConfig, RunConfig
-from sf_core.dataplane.bodies import Work
+from sf_core.dataplane.api_schemas import Work
 from sf_core.environments.registry import tasks_of
 from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.timeline import Timeline

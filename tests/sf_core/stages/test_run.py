@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.stages.evaluate import evaluate
 from sf_core.stages.finish import finish

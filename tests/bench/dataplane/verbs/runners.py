@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from sf_core.dataplane.bodies import ClaimBody, TaskName
+from sf_core.dataplane.api_schemas import ClaimBody, TaskName
 from sf_core.dataplane.runs import claiming
 from sf_core.dataplane.sessions.session import Session
 from tests.bench.dataplane.verbs.served import Served

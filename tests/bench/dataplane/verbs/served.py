@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
+from sf_core.dataplane.api_schemas import ClaimBody, FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.journal.journal import Journal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from sf_core.dataplane.bodies import GroupBody, RewardBody, SessionBody
+from sf_core.dataplane.api_schemas import GroupBody, RewardBody, SessionBody
 from sf_core.dataplane.runs import endings
 from sf_core.dataplane.runs.claiming import declare_group, open_session
 from sf_core.dataplane.sessions.session import Session

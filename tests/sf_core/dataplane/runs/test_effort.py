@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sf_core.dataplane.bodies import MAX_INDEX, MAX_SPENT_S, ClaimBody, Spent
+from sf_core.dataplane.api_schemas import MAX_INDEX, MAX_SPENT_S, ClaimBody, Spent
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import Generation

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sf_core.agents.reports import Reports
-from sf_core.dataplane.bodies import ClaimBody, TaskName
+from sf_core.dataplane.api_schemas import ClaimBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs import claiming
 from sf_core.recipes.group_rewards import majority

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.bodies import FinishBody
+from sf_core.dataplane.api_schemas import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs.results import MAX_LOGGED_ENDS, Ends, digest_of
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.bodies import ClaimBody
+from sf_core.dataplane.api_schemas import ClaimBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.status import batch_status, evaluation_status, work_of
 from sf_core.dataplane.runs import claiming, decide

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from sf_core.dataplane.bodies import FinishBody
+from sf_core.dataplane.api_schemas import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.framing import frames, payload
 from sf_core.dataplane.journal.journal import Journal

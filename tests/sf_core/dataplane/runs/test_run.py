@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sf_core import waits
-from sf_core.dataplane.bodies import ClaimBody
+from sf_core.dataplane.api_schemas import ClaimBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.dataplane.control.plane import sweep_run

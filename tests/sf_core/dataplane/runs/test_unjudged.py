@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.bodies import FinishBody
+from sf_core.dataplane.api_schemas import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.status import batch_status
 from sf_core.dataplane.errors import WrongField

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from sf_core.dataplane.bodies import FinishBody
+from sf_core.dataplane.api_schemas import FinishBody
 from sf_core.dataplane.chat.messages import Message, assistant_message, extend_chain
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import ToolCall

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs.run import ServedRun

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
+from sf_core.dataplane.api_schemas import ClaimBody, FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.journal.journal import Journal
