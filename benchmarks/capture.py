@@ -86,7 +86,7 @@ class Capture:
     def ask_ids(self, ids: list[int], num_tokens: int) -> list[int]:
         """Send a prompt of ids; returns the ids of the answer."""
         start = time.perf_counter()
-        self._answer(self.session.open_ids(ids), num_tokens, start)
+        self._answer(self.session.open_prompt_from_ids(ids), num_tokens, start)
         return self.session.turns[-1].ids.tolist()
 
     def words(self, num_tokens: int) -> list[int]:

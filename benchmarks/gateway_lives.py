@@ -226,7 +226,7 @@ async def _record_session(run: ServedRun, session_id: str) -> None:
     await run.journal.flush()
     ids = [7]
     for _ in range(TURNS_PER_SESSION):
-        prompt = session.open_ids([*ids, 8])
+        prompt = session.open_prompt_from_ids([*ids, 8])
         key = TurnKey(session.session_id, prompt.index, session.begin_sample(prompt, 0))
         request = GenerationRequest("r", prompt.full_ids(), 0, 2**20, (), Sampling())
         generation = Generation(request, floor=0)
@@ -235,7 +235,7 @@ async def _record_session(run: ServedRun, session_id: str) -> None:
         generation.absorb(chunk, "e0")
         message = assistant_message("", [], session.turn_id(prompt, key.sample))
         turn = session.commit(generation, prompt, key.sample, message, 0)
-        prompts = [NewPrompt.from_prompt(prompt) for prompt in session.take_unrecorded()]
+        prompts = [NewPrompt.from_prompt(prompt) for prompt in session.pop_unrecorded_prompts()]
         run.journal.note(Begun(key, 0, b"", prompts))
         await run.journal.append(TurnEnded.from_turn(key, turn, 0))
         ids = [*prompt.full_ids(), *sampled]

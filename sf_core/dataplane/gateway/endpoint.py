@@ -31,10 +31,10 @@ from sf_core.dataplane.gateway.order import Order
 from sf_core.dataplane.large import SMALL_CHARACTERS, apart, is_large_body, trim_memory_after
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
-from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.live_turn import LiveTurns
 from sf_core.dataplane.turns.opening import count_tokens, open_turns
 from sf_core.dataplane.turns.request import TurnRequest
+from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
 from sf_core.dataplane.turns.subscriber import Subscriber
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -102,7 +102,9 @@ class TurnEndpoint:
             if requests[0].left_out.images:
                 await _store_images(requests[0], turns)
                 recheck()
-            fingerprint = await apart(parsed.is_large, RequestIdentity.from_request, scope["headers"], data)
+            fingerprint = await apart(
+                parsed.is_large, RequestFingerprint.from_request, scope["headers"], data
+            )
             subscribers = await open_turns(
                 turns, session, requests, fingerprint, is_large=parsed.is_large, recheck=recheck
             )

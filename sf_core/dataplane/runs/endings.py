@@ -224,7 +224,7 @@ def _end_unjudged(run: ServedRun, session: Session, claim: Claim, report: Finish
 def _take_out(run: ServedRun, session: Session, report: FinishBody) -> FinishedSession:
     """Stop serving a session and return its result. Raises whatever its export raises."""
     run.part(session, report.parting)
-    run.turns.set_aside_unanswered(session)
+    run.turns.abandon_undelivered(session)
     return finish_session(
         run.spec, session, report, run.renderer.stop_token_ids, run.renderer.image_processor
     )

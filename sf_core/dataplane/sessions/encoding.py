@@ -17,7 +17,7 @@ from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError
 from sf_core.dataplane.chat.template_probes import opening_messages, render_addition
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ContextOverflow
-from sf_core.dataplane.sessions.identity import Conversation
+from sf_core.dataplane.sessions.conversation_keys import Conversation
 from sf_core.dataplane.sessions.images import ExpandPlaceholders, SessionImages
 from sf_core.dataplane.sessions.tree import (
     EMPTY_PREFIX,

@@ -23,8 +23,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.claims import Claim, is_external
+from sf_core.dataplane.sessions.conversation_keys import Conversation, Conversations
 from sf_core.dataplane.sessions.encoding import Draft, Encoded, render_request
-from sf_core.dataplane.sessions.identity import Conversation, Conversations
 from sf_core.dataplane.sessions.images import SessionImages
 from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.tree import (
@@ -182,7 +182,7 @@ class Session:
         """Keep nothing of a request that is refused."""
         self._conversations.forget(conversation)
 
-    def open_ids(self, ids: Sequence[int] | Ids) -> Prompt:
+    def open_prompt_from_ids(self, ids: Sequence[int] | Ids) -> Prompt:
         """The prompt of these ids, new or asked before; the paths that begin with the same ids share them."""
         array = np.asarray(ids, dtype=np.int32)
         chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
@@ -243,12 +243,12 @@ class Session:
         self._add_abandoned(turn)
         return turn
 
-    def forget_answered(self, prompt: Prompt, fingerprint: bytes) -> None:
+    def discard_answered(self, prompt: Prompt, fingerprint: bytes) -> None:
         """Discard recorded turns whose requests are not retried any more, now that a request with this
         fingerprint has asked `prompt`."""
         self.recorded = [turn for turn in self.recorded if turn.may_be_retried(prompt, fingerprint)]
 
-    def set_aside_unanswered(self, in_flight: Iterable[RecordedTurn] = ()) -> int:
+    def abandon_undelivered(self, in_flight: Iterable[RecordedTurn] = ()) -> int:
         """When the session ends, move turns with undelivered answers to the abandoned ones: only delivered
         answers are trained on. Answers that a restart found count as delivered. Returns the number moved."""
         records = [*in_flight, *self.recorded]
@@ -263,7 +263,7 @@ class Session:
         """Number of unfinished turns: a retry continues them, the end of the session abandons them."""
         return sum(recorded.turn is None for recorded in self.recorded)
 
-    def take_unrecorded(self) -> list[Prompt]:
+    def pop_unrecorded_prompts(self) -> list[Prompt]:
         """Prompts opened since the last call, for the journal."""
         start = self._num_recorded
         self._num_recorded = len(self.prompts)
@@ -319,10 +319,10 @@ class Session:
             prompt = new.resolve(self.prompts, self.turns)
             prompt.path_buffers = self._path_buffers
             self._register_prompt(prompt, sum(map(size_of, prompt.messages)))
-            self.take_unrecorded()
+            self.pop_unrecorded_prompts()
         prompt = self.prompts[event.key.prompt]
         self.begin_sample(prompt, event.nth)
-        self.forget_answered(prompt, event.identity)
+        self.discard_answered(prompt, event.identity)
         self.recorded.append(RecordedTurn(event.key, event.identity, prompt))
 
     def _apply_ended(self, event: TurnEnded, recorded: RecordedTurn) -> None:

@@ -43,8 +43,8 @@ from sf_core.dataplane.sessions.turn_events import (
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turns.answer import Answer, Pieces
 from sf_core.dataplane.turns.answer_reader import AnswerReader
-from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.request import TurnRequest
+from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
 from sf_core.dataplane.turns.sampling import choose_sampling, limit_tokens
 from sf_core.types import FinishReason, GenerationRequest, ImageSpan
 
@@ -89,10 +89,10 @@ class LiveTurns:
             session.has_overflowed = True
             await self.journal.attend(self.journal.append_chunk(Overflowed(session.session_id)))
 
-    def set_aside_unanswered(self, session: Session) -> None:
+    def abandon_undelivered(self, session: Session) -> None:
         """At the end of a session, exclude answers from training that no client received."""
         in_flight = [turn.recorded for turn in self.in_flight.get(session.session_id, ())]
-        self.counters["abandoned_turns"] += session.set_aside_unanswered(in_flight)
+        self.counters["abandoned_turns"] += session.abandon_undelivered(in_flight)
 
 
 class LiveTurn:
@@ -109,7 +109,7 @@ class LiveTurn:
         renderer: Renderer,
         grammar: str,
         nth: int,
-        fingerprint: RequestIdentity,
+        fingerprint: RequestFingerprint,
         recorded: RecordedTurn | None,
     ) -> None:
         """The `nth` sample of its request, or the continuation of `recorded`. A recorded turn has a prompt of
@@ -148,7 +148,7 @@ class LiveTurn:
         self._journal = turns.journal if can_be_retried else None
         self._grace_s = turns.grace_s if can_be_retried else 0.0
         if self._journal is not None and is_new:
-            prompts = [NewPrompt.from_prompt(prompt) for prompt in session.take_unrecorded()]
+            prompts = [NewPrompt.from_prompt(prompt) for prompt in session.pop_unrecorded_prompts()]
             self._journal.note(Begun(recorded.key, nth, fingerprint.digest, prompts))
         self._serving = asyncio.ensure_future(self._serve())
 
@@ -210,7 +210,7 @@ class LiveTurn:
 
     # --- clients
 
-    def answers(self, fingerprint: RequestIdentity) -> bool:
+    def answers(self, fingerprint: RequestFingerprint) -> bool:
         """Whether a request with this fingerprint is a retry that gets the answer of this turn."""
         has_failed = self.error is not None or self._generation.cancelled is not None
         if has_failed or fingerprint.digest != self.recorded.fingerprint:

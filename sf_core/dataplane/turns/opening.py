@@ -26,9 +26,9 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.tree import Prompt
 from sf_core.dataplane.sessions.turn_events import RecordedTurn
 from sf_core.dataplane.turns.answer_reader import AFTER_THINKING
-from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.live_turn import LiveTurn, LiveTurns
 from sf_core.dataplane.turns.request import TurnRequest
+from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
 from sf_core.dataplane.turns.subscriber import Subscriber
 from sf_core.types import Ids, to_ids
 
@@ -65,7 +65,7 @@ async def open_turns(
     turns: LiveTurns,
     session: Session,
     requests: Sequence[TurnRequest],
-    fingerprint: RequestIdentity,
+    fingerprint: RequestFingerprint,
     *,
     is_large: bool = False,
     recheck: Callable[[], None] = lambda: None,
@@ -190,7 +190,7 @@ def _add_prompt(session: Session, drafted: Drafted, encoded: Encoding) -> Prompt
     if isinstance(encoded, Encoded):
         assert isinstance(drafted, Draft)
         return session.add(drafted, encoded)
-    return session.open_ids(encoded)
+    return session.open_prompt_from_ids(encoded)
 
 
 def _discard(session: Session, drafted: Drafted) -> None:
@@ -211,7 +211,7 @@ def _join_or_begin(
     prompt_ids: array[int],
     draft: Prepared,
     nth: int,
-    fingerprint: RequestIdentity,
+    fingerprint: RequestFingerprint,
 ) -> LiveTurn:
     """The turn for which a request waits: a turn that is served, a recorded turn continued, or a new turn."""
     if (served := _find_served(turns, session, fingerprint)) is not None:
@@ -231,19 +231,19 @@ def _join_or_begin(
         recorded,
     )
     digest = fingerprint.digest
-    session.forget_answered(turn.prompt, digest)
+    session.discard_answered(turn.prompt, digest)
     in_flight = turns.in_flight.get(session.session_id, ())
     others = [other for other in in_flight if other.recorded.may_be_retried(turn.prompt, digest)]
     turns.in_flight[session.session_id] = [*others, turn]
     return turn
 
 
-def _find_served(turns: LiveTurns, session: Session, fingerprint: RequestIdentity) -> LiveTurn | None:
+def _find_served(turns: LiveTurns, session: Session, fingerprint: RequestFingerprint) -> LiveTurn | None:
     in_flight = reversed(turns.in_flight.get(session.session_id, ()))
     return next((turn for turn in in_flight if turn.answers(fingerprint)), None)
 
 
-def _find_recorded(session: Session, fingerprint: RequestIdentity) -> RecordedTurn | None:
+def _find_recorded(session: Session, fingerprint: RequestFingerprint) -> RecordedTurn | None:
     for recorded in reversed(session.recorded):
         # an agent that has the answer and repeats the body asks for another sample
         may_continue = fingerprint.is_marked or not recorded.delivered

@@ -148,7 +148,7 @@ class Record:
         """One turn as the gateway records it; `end` appends the end-of-turn token."""
         number = self.session.begin_sample(prompt, 0)
         key = TurnKey(self.session.session_id, prompt.index, number)
-        prompts = [NewPrompt.from_prompt(prompt) for prompt in self.session.take_unrecorded()]
+        prompts = [NewPrompt.from_prompt(prompt) for prompt in self.session.pop_unrecorded_prompts()]
         self._note(Begun(key, 0, b"%d" % len(self.turns), prompts))
         asked = self.read(prompt)[0]
         ids = ids + [self.renderer.stop_token_ids[-1]] * end

@@ -181,7 +181,7 @@ class Served:
         if session.claim is not None:
             self.run.note_started(session.claim, self.version)
         turn = conversations.sample(session, self.renderer, messages, list(ids), version=self.version)
-        prompts = [NewPrompt.from_prompt(prompt) for prompt in session.take_unrecorded()]
+        prompts = [NewPrompt.from_prompt(prompt) for prompt in session.pop_unrecorded_prompts()]
         key = TurnKey(session.session_id, turn.prompt.index, turn.sample)
         for event in (Begun(key, 0, b"", prompts), TurnEnded.from_turn(key, turn, 0), Delivered(key)):
             self.run.journal.note(event)

@@ -247,17 +247,17 @@ def test_a_prompt_of_ids_goes_on_from_the_longest_recorded_line() -> None:
     renderer = record.renderer
     turn = record.answer(session.open_prompt([conversations.user("a")], [], renderer), [7, 8, 9])
     line = turn.prompt.full_ids().tolist() + turn.ids.tolist()
-    following = session.open_ids([*line, 5, 6])
+    following = session.open_prompt_from_ids([*line, 5, 6])
     assert (following.parent, following.ids.tolist(), following.branch_reason) == (turn, [5, 6], None)
     assert following.full_ids().tolist() == [*line, 5, 6]
-    assert session.open_ids([*line, 5, 6]) is following
+    assert session.open_prompt_from_ids([*line, 5, 6]) is following
     record.answer(following, [4])
-    other = session.open_ids([*line[:-2], 3])
+    other = session.open_prompt_from_ids([*line[:-2], 3])
     assert (other.parent, other.start, other.branch_reason) == (turn, len(line) - 2, "retokenised")
     record.answer(other, [2])
-    unrelated = session.open_ids([3, 3])
+    unrelated = session.open_prompt_from_ids([3, 3])
     assert (unrelated.parent, unrelated.branch_reason) == (None, "new_conversation")
-    assert session.open_ids(line[:2]).full_ids().tolist() == line[:2]
+    assert session.open_prompt_from_ids(line[:2]).full_ids().tolist() == line[:2]
     conversations.check(record)
 
 
@@ -367,7 +367,7 @@ def test_turns_whose_answer_nobody_got_are_not_trained(renderer: Renderer) -> No
     cut = conversations.generation_of(unanswered.prompt)
     cut.absorb(Chunk("r", [7, 8], [-1.0, -1.0], 0, FinishReason.ABORT), "engine")
     session.abandon(cut, unanswered.prompt, 1, assistant_message("", [], "t"))
-    assert session.set_aside_unanswered() == 1
+    assert session.abandon_undelivered() == 1
     [row] = export(session, renderer)
     assert row.token_ids.tolist() == [*first.prompt.full_ids(), *first.ids.tolist()]
     assert [turn.ids.tolist() for turn in session.abandoned] == [[7, 8], unanswered.ids.tolist()]
@@ -457,7 +457,7 @@ def test_branches_that_fork_inside_an_abandoned_turn_share_what_the_longest_of_t
     session = Session("s")
 
     def answer(asked: list[int], ids: list[int], *, is_given_up: bool = False) -> None:
-        prompt = session.open_ids(asked)
+        prompt = session.open_prompt_from_ids(asked)
         generation = conversations.generation_of(prompt)
         logprobs = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
         generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
@@ -485,7 +485,7 @@ def test_what_follows_a_fork_inside_a_constrained_turn_trains(renderer: Renderer
     session = Session("s")
 
     def answer(asked: list[int], ids: list[int], grammar: str = "") -> None:
-        prompt = session.open_ids(asked)
+        prompt = session.open_prompt_from_ids(asked)
         generation = conversations.generation_of(prompt, grammar=grammar)
         logprobs = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
         generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")

@@ -150,10 +150,10 @@ class Conversations(RuleBasedStateMachine):
         if retokenise and turn is not None:
             answer = self.renderer.encode(conversations.shown(self.renderer, answer)).tolist()
         ids = asked + answer + self.renderer.encode(text).tolist()
-        prompt = self.record.session.open_ids(ids)
-        self.undisturbed.session.open_ids(ids)
+        prompt = self.record.session.open_prompt_from_ids(ids)
+        self.undisturbed.session.open_prompt_from_ids(ids)
         assert prompt.full_ids().tolist() == ids
-        assert self.record.session.open_ids(ids) is prompt
+        assert self.record.session.open_prompt_from_ids(ids) is prompt
         self._answer(prompt, conversations.odd_ids(self.renderer, text, self.rng))
 
     def teardown(self) -> None:

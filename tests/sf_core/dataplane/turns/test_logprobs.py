@@ -19,9 +19,9 @@ from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
-from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
+from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
 from sf_core.types import Chunk, FinishReason
 from tests.bench import dataplane
 from tests.bench.properties import examples
@@ -90,7 +90,7 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
     """The answer of a turn whose engine samples these chunks."""
     session = Session("s")
     request = TurnRequest(text_or_ids="the", stop=stop, logprobs=True)
-    [subscriber] = await open_turns(run.turns, session, [request], RequestIdentity.from_request([], b""))
+    [subscriber] = await open_turns(run.turns, session, [request], RequestFingerprint.from_request([], b""))
 
     async def read() -> None:
         async for _ in subscriber.pieces():

@@ -24,9 +24,9 @@ from sf_core.dataplane.runs.run import ServedRun, limits_of
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
-from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
+from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
 from tests.bench import dataplane, waits
 from tests.bench.dataplane import planes
 
@@ -254,7 +254,7 @@ class Asked:
         return engine
 
     async def ask(self, request: TurnRequest, content: bytes = b"") -> Answer:
-        identity = RequestIdentity.from_request([], content)
+        identity = RequestFingerprint.from_request([], content)
         [subscriber] = await open_turns(self.run.turns, self.session, [request], identity)
         try:
             async for _ in subscriber.pieces():

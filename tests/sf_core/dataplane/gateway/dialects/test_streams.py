@@ -22,8 +22,8 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
+from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
 from sf_core.types import Chunk, FinishReason
 from tests.bench import dataplane
 from tests.bench.properties import examples
@@ -160,7 +160,7 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
     assert dialect is not None
     body = {"model": "policy", "stream": True, **BODIES[path], **more}
     [request] = dialect.parse(body, session)
-    [subscriber] = await open_turns(run.turns, session, [request], RequestIdentity.from_request([], b""))
+    [subscriber] = await open_turns(run.turns, session, [request], RequestFingerprint.from_request([], b""))
     reply = dialect.reply(body, subscriber.turn.turn_id, session)
     sent = [reply.start(subscriber.turn.num_prompt_tokens)]
 

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 
 @dataclass(frozen=True, slots=True)
-class RequestIdentity:
+class RequestFingerprint:
     """The digest that a request and its retries have in common."""
 
     digest: bytes
@@ -23,7 +23,7 @@ class RequestIdentity:
     """Whether the request is marked as a retry, or has a key: even a delivered answer is sent once more."""
 
     @classmethod
-    def from_request(cls, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> RequestIdentity:
+    def from_request(cls, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> RequestFingerprint:
         """Header names are lower case, as in ASGI."""
         value_by_name = dict(headers)
         key = value_by_name.get(b"idempotency-key")
@@ -32,7 +32,7 @@ class RequestIdentity:
         is_retry = num_retries not in (b"", b"0")
         return cls(digest, is_marked=key is not None or is_retry)
 
-    def for_turn(self, index: int) -> RequestIdentity:
+    def for_turn(self, index: int) -> RequestFingerprint:
         """The fingerprint of one of the turns for which the request asks."""
         return replace(self, digest=_digest(self.digest + index.to_bytes(4, "little"), b"turn"))
 

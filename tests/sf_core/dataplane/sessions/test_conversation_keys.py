@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.messages import chain_keys
-from sf_core.dataplane.sessions.identity import MAX_CONVERSATIONS, Conversations
+from sf_core.dataplane.sessions.conversation_keys import MAX_CONVERSATIONS, Conversations
 from tests.bench.dataplane.conversations import FIND, user
 
 
