@@ -7,7 +7,7 @@ import subprocess
 
 from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.gateway.metrics import Metrics
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.scheduling.worker import DASK_SETTINGS
 from tests.bench import ROOT
 from tests.deploy.commands import COMMANDS
@@ -16,7 +16,7 @@ PAGES = ROOT / "docs" / "guides" / "clusters"
 
 
 def test_every_metric_in_the_docs_is_exported() -> None:
-    exported = Metrics(PlaneMetrics({}, Memory())).text().decode()
+    exported = Metrics(PlaneMetrics({}, MemoryBudget())).text().decode()
     families = set(re.findall(r"^# TYPE (\w+)", exported, re.MULTILINE))
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES.glob("*.md"))
     named = set(re.findall(r"\bsf_[a-z_]+\b(?!/|\.)", pages))

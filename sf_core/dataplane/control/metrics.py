@@ -17,7 +17,7 @@ from sf_core.config.failures import REASONS
 from sf_core.dataplane.routing.connection import EngineState
 from sf_core.dataplane.runs.results import NUM_RECENT
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.recipes.gates import Kind
 
 _BRANCH = "branches."
@@ -37,7 +37,7 @@ class PlaneMetrics(Collector):
     """Metrics of a data plane and all its runs. A released run has no gauges, which would stand still as if
     it hung. Its counters stay, or sums over runs would fall."""
 
-    def __init__(self, runs: Mapping[str, ServedRun], memory: Memory) -> None:
+    def __init__(self, runs: Mapping[str, ServedRun], memory: MemoryBudget) -> None:
         self._runs = runs
         self._memory = memory
 
@@ -91,7 +91,7 @@ class PlaneMetrics(Collector):
         return [*gauges, *counters, *_journals(self._runs), *_memory_use(self._memory)]
 
 
-def _memory_use(memory: Memory) -> Iterable[Metric]:
+def _memory_use(memory: MemoryBudget) -> Iterable[Metric]:
     held = GaugeMetricFamily(
         "sf_memory_bytes", "Approximate memory of sessions and results.", memory.num_bytes
     )

@@ -31,7 +31,7 @@ from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run,
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer
 from sf_core.dataplane.sessions.claims import run_of
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
 from storage.errors import StorageError
@@ -53,7 +53,7 @@ class DataPlane:
         self.sealers: dict[str, Sealer] = {}
         self.stores: dict[str, ExternalSessions] = {}
         self.sessions = Lookup(self.runs)
-        self.memory = Memory(options.memory_mb)
+        self.memory = MemoryBudget(options.memory_mb)
         self.owner = Owner(journal_dir=options.journal_dir or "")
         """This data plane, as others are told of it whose runs it has open."""
         self._options = options
@@ -358,7 +358,7 @@ def _not_served(run_id: str) -> ApiError:
     return ApiError(503, message, code="run_not_served", param="run_id", retry_after_s=RETRY_AFTER_S)
 
 
-def _no_room(memory: Memory) -> ApiError:
+def _no_room(memory: MemoryBudget) -> ApiError:
     message = (
         f"No session can be opened now, because the data plane is at its memory limit ({memory}): try again "
         "later, or start the data plane with more --memory-mb."

@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sf_core.dataplane.conditions import Condition
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, remedy
 from sf_core.dataplane.journal.events import Event
 from sf_core.dataplane.journal.framing import frame
 from sf_core.dataplane.journal.journal_file import PIECE_BYTES, JournalFile
 from sf_core.dataplane.journal.ownership import NotOwnedError, Owner
 from sf_core.dataplane.options import Fsync
-from sf_core.dataplane.signals import Signal
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Journal:
         """Why the journal cannot be written; None while it can."""
         self.num_failures = 0
         """Number of times that writing has begun to fail."""
-        self.watchers: set[Signal] = set()
+        self.watchers: set[Condition] = set()
         """Notified when writing begins to fail."""
         self._failed_at = 0.0
         self._fsync = fsync
@@ -170,16 +170,16 @@ class Journal:
         work then continues in the background until the journal can be written."""
         working = asyncio.ensure_future(work)
         while not working.done():
-            signal = Signal()
-            self.watchers.add(signal)
-            failing = asyncio.ensure_future(signal.until(lambda: self.failure is not None))
+            condition = Condition()
+            self.watchers.add(condition)
+            failing = asyncio.ensure_future(condition.until(lambda: self.failure is not None))
             try:
                 await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
                 working.cancel()
                 raise
             finally:
-                self.watchers.discard(signal)
+                self.watchers.discard(condition)
                 failing.cancel()
             if self.failure is not None and not working.done():
                 working.add_done_callback(_log_error)
@@ -301,8 +301,8 @@ class Journal:
         _resolve(waiting, self._refusal(error))
 
     def _notify(self) -> None:
-        for signal in self.watchers:
-            signal.notify()
+        for condition in self.watchers:
+            condition.notify()
 
     def _end_retrying(self) -> None:
         if self._retry is not None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from sf_core.dataplane.api_schemas import PauseMode
+from sf_core.dataplane.conditions import Condition
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed
 from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
 from sf_core.dataplane.routing.connection import (
@@ -26,7 +27,6 @@ from sf_core.dataplane.routing.generation import Generation, asked_by_request
 from sf_core.dataplane.routing.rebalancing import find_moves
 from sf_core.dataplane.routing.suspects import MAX_FAULTS, assign, suspect
 from sf_core.dataplane.routing.wait_queue import Limits, WaitQueue
-from sf_core.dataplane.signals import Signal
 from sf_core.engines import wire
 from sf_core.types import Chunk, WeightsRef
 
@@ -51,7 +51,7 @@ class Router:
         self.closed: ApiError | None = None
         """The refusal of every request, once the run has ended and no engine will connect."""
         self._typical = TypicalLength()
-        self._changed = Signal()
+        self._changed = Condition()
         self._is_dispatch_scheduled = False
 
     # --- generations

@@ -32,7 +32,7 @@ from sf_core.dataplane.runs.results import outcome_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.runners import Runner
 from sf_core.dataplane.runs.state import RunState
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.curriculum import Tasks
 from sf_core.recipes.outcomes import Outcome, Pick, TaskRef
@@ -41,7 +41,7 @@ from storage.run_directory import RunDirectory
 from storage.tables.outcomes import read_outcomes
 
 
-async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memory) -> ServedRun:
+async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: MemoryBudget) -> ServedRun:
     """Open a registered run, restored from its journal if that holds it. Raises ApiError if it cannot."""
     run = await reopen_run(journal, grace_s, memory, remembers=spec.rollout.curriculum is not None)
     if run is not None and run.spec.origin != spec.origin:
@@ -64,7 +64,7 @@ async def _serve(state: RunState, journal: Journal, grace_s: float) -> ServedRun
     return ServedRun(state, await read_renderer(state.spec.model_dir), journal, grace_s)
 
 
-async def _new_state(spec: RunSpec, memory: Memory, remembers: bool = True) -> RunState:
+async def _new_state(spec: RunSpec, memory: MemoryBudget, remembers: bool = True) -> RunState:
     """A run with the progress that `spec` states. Raises ApiError 409 if its curriculum cannot be told what
     came of earlier groups."""
     outcomes = await _read_outcomes(spec) if remembers else []
@@ -130,7 +130,7 @@ def _replace(state: RunState, spec: RunSpec) -> RunState:
 
 
 async def reopen_run(
-    journal: Journal, grace_s: float, memory: Memory, remembers: bool = True
+    journal: Journal, grace_s: float, memory: MemoryBudget, remembers: bool = True
 ) -> ServedRun | None:
     """Restore a run from its journal; None if that holds none. Raises ApiError if it cannot be opened. Unless
     the run `remembers`, because it is to go on without a curriculum, no outcomes are read."""

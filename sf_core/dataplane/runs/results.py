@@ -19,7 +19,7 @@ from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.journal.events import encode
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split, is_external
 from sf_core.dataplane.sessions.finished import FinishedSession
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.outcomes import Outcome, Pick, Result, Success, TaskRef
 
@@ -30,7 +30,7 @@ MAX_LOGGED_ENDS = 4096
 
 
 class Results:
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryBudget) -> None:
         self._memory = memory
         self.by_place: dict[SessionSlot, FinishedSession] = {}
         """Results of claimed sessions, for their batches and evaluations."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from sf_core.dataplane.api_schemas import PauseMode, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.conditions import Condition
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.journal.fence import Fence
 from sf_core.dataplane.journal.journal import Journal
@@ -32,9 +33,8 @@ from sf_core.dataplane.runs.results import TokenRate
 from sf_core.dataplane.runs.runners import Effort, Runners
 from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turns.live_turn import LiveTurns
 from sf_core.types import WeightsRef
 from storage.files import is_local
@@ -110,7 +110,7 @@ class ServedRun:
         """The attempt that a later one at another data plane has superseded."""
         self.lease_epochs: dict[str, int] = {}
         """Highest epoch per lease that has said hello: Dask may restart a lease while it still runs."""
-        self.changed = Signal()
+        self.changed = Condition()
         """Notified when something has happened that a long poll may wait for."""
         state.memory.watchers.add(self.changed)
         self.fault = ""
@@ -125,7 +125,7 @@ class ServedRun:
         return self.state.spec
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryBudget:
         return self.state.memory
 
     @property

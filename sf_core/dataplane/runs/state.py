@@ -23,7 +23,7 @@ from sf_core.dataplane.runs.runners import Scoring
 from sf_core.dataplane.sessions.claims import Claim, ExternalMode, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.judgements import Spent, count_discarded
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import OfTurn, Overflowed, Sampled, TurnEnded, TurnEvent
 from sf_core.types import WeightsRef
@@ -32,7 +32,7 @@ from storage.tables.schema import Trajectory
 
 
 class RunState:
-    def __init__(self, spec: RunSpec, memory: Memory) -> None:
+    def __init__(self, spec: RunSpec, memory: MemoryBudget) -> None:
         """A run with the progress that `spec` states."""
         self.spec = spec
         self.memory = memory

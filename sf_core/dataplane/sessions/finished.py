@@ -13,7 +13,7 @@ from sf_core.dataplane.api_schemas import FinishBody, RunSpec
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.images import IMAGE_BYTES
-from sf_core.dataplane.sessions.memory import size_of_judgement
+from sf_core.dataplane.sessions.memory_budget import size_of_judgement
 from sf_core.dataplane.sessions.session import Session
 from sf_core.models.images.processor_config import ImageProcessorConfig
 from storage.tables.judgements import Judgement

@@ -26,7 +26,7 @@ from sf_core.dataplane.sessions.claims import Claim, is_external
 from sf_core.dataplane.sessions.conversation_keys import Conversation, Conversations
 from sf_core.dataplane.sessions.encoding import Draft, Encoded, render_request
 from sf_core.dataplane.sessions.images import SessionImages
-from sf_core.dataplane.sessions.memory import size_of_judgement
+from sf_core.dataplane.sessions.memory_budget import size_of_judgement
 from sf_core.dataplane.sessions.tree import (
     EMPTY_PREFIX,
     SAMPLED_BYTES,

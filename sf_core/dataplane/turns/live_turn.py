@@ -19,6 +19,7 @@ import numpy as np
 
 from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.conditions import Condition
 from sf_core.dataplane.errors import ApiError, EngineFailed
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.media.media import Media
@@ -26,7 +27,7 @@ from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.tree import Prompt
 from sf_core.dataplane.sessions.turn_events import (
@@ -40,7 +41,6 @@ from sf_core.dataplane.sessions.turn_events import (
     TurnEnded,
     TurnKey,
 )
-from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turns.answer import Answer, Pieces
 from sf_core.dataplane.turns.answer_reader import AnswerReader
 from sf_core.dataplane.turns.request import TurnRequest
@@ -65,7 +65,7 @@ class LiveTurns:
     journal: Journal
     grace_s: float
     """Seconds for which a turn goes on without a client."""
-    memory: Memory
+    memory: MemoryBudget
     counters: Counter[str]
     """The counters of the run."""
     sessions: dict[str, Session]
@@ -140,7 +140,7 @@ class LiveTurn:
         """All parts of the answer so far."""
         self.is_over = False
         self.error: Exception | None = None
-        self.changed = Signal()
+        self.changed = Condition()
         self._num_subscribers = 0
         self._grace: asyncio.TimerHandle | None = None
         # no request can name an ad-hoc session again: there is no retry to record for or to wait for

@@ -20,7 +20,7 @@ from sf_core.dataplane.runs.events import read_event
 from sf_core.dataplane.runs.ledger import Ledger
 from sf_core.dataplane.runs.recovery import reopen_run
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import Begun, Delivered, NewPrompt, TurnEnded, TurnKey
 from tests.bench.dataplane import conversations
@@ -149,7 +149,7 @@ class Served:
             for event in (*head, *filter(keep, written)):
                 journal.note(event)
             await journal.flush()
-            again = await reopen_run(journal, 10.0, Memory())
+            again = await reopen_run(journal, 10.0, MemoryBudget())
             assert again is not None
             await journal.close()
         check_same(self.known(run), self.known(again))

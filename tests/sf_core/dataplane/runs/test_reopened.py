@@ -21,7 +21,7 @@ from sf_core.dataplane.runs.events import Registered, RunEvent, read_event
 from sf_core.dataplane.runs.recovery import reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.export import export_session
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.view import session_tree
 from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane import planes
@@ -111,7 +111,7 @@ def reopened(journal: Path) -> ServedRun:
     """The run that another data plane would find if this one died now."""
 
     async def reopen() -> ServedRun:
-        run = await reopen_run(copy, 10.0, Memory())
+        run = await reopen_run(copy, 10.0, MemoryBudget())
         assert run is not None
         await copy.close()
         return run

@@ -16,7 +16,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.state import RunState
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.opening import open_turns
@@ -82,7 +82,7 @@ def run_of_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     tokenizer.save_pretrained(folder)
     changes = {"run_dir": str(folder), "model_dir": str(folder), "context_length": 4096}
     spec = RunSpec.model_validate(dataplane.specs.SPEC | changes)
-    state = RunState(spec, Memory())
+    state = RunState(spec, MemoryBudget())
     return ServedRun(state, Renderer(str(folder)), Journal(folder / "run.journal"), 10.0)
 
 

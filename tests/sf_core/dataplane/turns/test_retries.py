@@ -21,7 +21,7 @@ from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.runs.recovery import open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun, limits_of
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.opening import open_turns
@@ -235,13 +235,13 @@ class Asked:
             dataplane.specs.changed(dataplane.specs.SPEC, **folders, group_size=1, max_tokens=len(ANSWER))
         )
         path = folder / "run.journal"
-        run = await open_run(spec, Journal(path), 10.0, Memory())
+        run = await open_run(spec, Journal(path), 10.0, MemoryBudget())
         [session], _ = await claiming.claim(run, ClaimBody(runner="a0", max=1))
         return cls(path, run, session)
 
     async def restart(self) -> None:
         await self.run.journal.close()
-        reopened = await reopen_run(Journal(self.journal), 10.0, Memory())
+        reopened = await reopen_run(Journal(self.journal), 10.0, MemoryBudget())
         assert reopened is not None
         self.run = reopened
         self.session = self.run.sessions[self.session.session_id]

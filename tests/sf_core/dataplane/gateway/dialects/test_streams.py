@@ -20,7 +20,7 @@ from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.state import RunState
-from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
@@ -149,7 +149,7 @@ READERS: dict[str, Callable[[list[Event]], Said]] = {
 def served_run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer) -> ServedRun:
     folder: Path = tmp_path_factory.mktemp("streams")
     changes = {"run_dir": str(folder), "model_dir": model_dir, "context_length": 4096}
-    state = RunState(RunSpec.model_validate(dataplane.specs.SPEC | changes), Memory())
+    state = RunState(RunSpec.model_validate(dataplane.specs.SPEC | changes), MemoryBudget())
     return ServedRun(state, renderer, Journal(folder / "run.journal"), 10.0)
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from sf_core.dataplane.sessions.memory import Memory
-from sf_core.dataplane.signals import Signal
+from sf_core.dataplane.conditions import Condition
+from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from tests.bench.waits import patience
 
 MB = 2**20
@@ -16,7 +16,7 @@ class Item:
 
 
 def test_items_are_counted_as_they_were_when_they_were_last_weighed() -> None:
-    memory = Memory(1)
+    memory = MemoryBudget(1)
     session = Item(MB)
     result = Item(10)
     memory.add(session)
@@ -34,21 +34,21 @@ def test_items_are_counted_as_they_were_when_they_were_last_weighed() -> None:
 
 
 def test_an_item_that_is_not_counted_may_be_weighed_and_removed() -> None:
-    memory = Memory(1)
+    memory = MemoryBudget(1)
     memory.weigh(Item(7))
     memory.remove(Item(7))
     assert memory.num_bytes == 0
 
 
 async def test_whoever_waits_for_memory_is_woken_once_it_is_no_longer_full() -> None:
-    memory = Memory(1)
-    signal = Signal()
-    memory.watchers.add(signal)
+    memory = MemoryBudget(1)
+    condition = Condition()
+    memory.watchers.add(condition)
     large = Item(MB)
     small = Item(10)
     memory.add(large)
     memory.add(small)
-    waiting = asyncio.ensure_future(signal.wait())
+    waiting = asyncio.ensure_future(condition.wait())
     await asyncio.sleep(0)
     small.num_bytes = 5
     memory.weigh(small)
@@ -59,6 +59,6 @@ async def test_whoever_waits_for_memory_is_woken_once_it_is_no_longer_full() -> 
 
 
 def test_it_says_how_much_of_what_is_held() -> None:
-    memory = Memory(2000)
+    memory = MemoryBudget(2000)
     memory.add(Item(2100 * MB))
     assert str(memory) == "memory: 2,100.0 of 2,000.0 MB held"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Protocol
 
+from sf_core.dataplane.conditions import Condition
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.dataplane.signals import Signal
 from storage.tables.judgements import Judgement
 
 JUDGEMENT_BYTES = 200
@@ -23,12 +23,12 @@ class Sized(Protocol):
         """Approximate memory of the item, in bytes."""
 
 
-class Memory:
+class MemoryBudget:
     def __init__(self, bound_mb: float = DataplaneOptions.memory_mb) -> None:
         self.bound_bytes = int(bound_mb * 2**20)
         self.num_bytes = 0
         """Sum of the bytes of all items, each as of its last weighing."""
-        self.watchers: set[Signal] = set()
+        self.watchers: set[Condition] = set()
         """Notified when memory is no longer full."""
         self._weights: dict[Sized, int] = {}
 
@@ -60,8 +60,8 @@ class Memory:
         was_full = self.is_full
         self.num_bytes += num_bytes
         if was_full and not self.is_full:
-            for signal in self.watchers:
-                signal.notify()
+            for condition in self.watchers:
+                condition.notify()
 
 
 def size_of_judgement(judgement: Judgement) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Signal:
+class Condition:
     """Wakes all waiting coroutines; each of them checks its own predicate again."""
 
     def __init__(self) -> None:
