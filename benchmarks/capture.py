@@ -109,7 +109,7 @@ class Capture:
         ids = [*self.words(num_tokens - 1), self.renderer.stop_token_ids[0]]
         logprobs = (-self._rng.exponential(0.5, num_tokens)).tolist()
         generation = Generation(GenerationRequest("r", asked, 0, num_tokens, (), Sampling()), floor=0)
-        generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.STOP), "engine")
+        generation.append(Chunk("r", ids, logprobs, 0, FinishReason.STOP), "engine")
         message = assistant_message(self.renderer.decode(ids), [], str(len(self.session.turns)))
         start = time.perf_counter()
         self.session.commit(generation, prompt, sample, message, 0)

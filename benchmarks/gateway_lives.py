@@ -232,7 +232,7 @@ async def _record_session(run: ServedRun, session_id: str) -> None:
         generation = Generation(request, floor=0)
         sampled = list(range(TOKENS_PER_TURN))
         chunk = Chunk("r", sampled, [-0.5] * TOKENS_PER_TURN, 0, FinishReason.STOP)
-        generation.absorb(chunk, "e0")
+        generation.append(chunk, "e0")
         message = assistant_message("", [], session.turn_id(prompt, key.sample))
         turn = session.commit(generation, prompt, key.sample, message, 0)
         prompts = [NewPrompt.from_prompt(prompt) for prompt in session.pop_unrecorded_prompts()]

@@ -18,8 +18,8 @@ from benchmarks.emulation.device_model import DeviceModel
 from benchmarks.emulation.kept_prefixes import KeptPrefixes
 from benchmarks.simulation.clock import EventClock
 from sf_core.dataplane.control.plane import SWEEP_S
-from sf_core.dataplane.routing.choice import expect_rest
-from sf_core.dataplane.routing.rebalancing import Queue, Running, find_moves
+from sf_core.dataplane.routing.choice import expected_remaining
+from sf_core.dataplane.routing.rebalancing import EngineQueue, RunningRequest, plan_moves
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.scheduling.timeline import Span
 
@@ -194,7 +194,7 @@ class Fleet:
         if self._waiting:
             return
         owners = {self._queue(engine): engine for engine in self.engines}
-        for session, source, target in find_moves(list(owners)):
+        for session, source, target in plan_moves(list(owners)):
             self._leave(owners[source], session)
             session.num_moved_at = session.num_tokens
             self._take(owners[target], session)
@@ -203,19 +203,19 @@ class Fleet:
             self._note_busy(engine)
             self._wake_later(engine)
 
-    def _queue(self, engine: SimulatedEngine) -> Queue[SimulatedSession]:
+    def _queue(self, engine: SimulatedEngine) -> EngineQueue[SimulatedSession]:
         self._advance(engine)
         running = [self._running(engine, session, slot) for session, slot in engine.running.values()]
         room = engine.max_running - len(running)
-        return Queue(sum(r.num_to_do for r in running), room, lambda: running)
+        return EngineQueue(sum(r.num_to_do for r in running), room, lambda: running)
 
     def _running(
         self, engine: SimulatedEngine, session: SimulatedSession, slot: Slot
-    ) -> Running[SimulatedSession]:
+    ) -> RunningRequest[SimulatedSession]:
         sampled = session.num_sampled + engine.batch.num_sampled(slot)
-        rest = expect_rest(self._typical, sampled, self._budget - sampled)
+        rest = expected_remaining(self._typical, sampled, self._budget - sampled)
         num_prefill = 0 if engine.batch.num_sampled(slot) else slot.num_prompt - slot.num_cached
-        return Running(session, session.num_prompt + sampled, num_prefill + rest, session.num_moved_at)
+        return RunningRequest(session, session.num_prompt + sampled, num_prefill + rest, session.num_moved_at)
 
     def _leave(self, engine: SimulatedEngine, session: SimulatedSession) -> None:
         _, slot = engine.running.pop(str(id(session)))

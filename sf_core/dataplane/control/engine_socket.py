@@ -63,7 +63,7 @@ async def serve_connection(socket: WebSocket, find_run: Callable[[str], ServedRu
         return await socket.close()
     for former in [engine for engine in run.router.engines if engine.lease_id == hello.lease_id]:
         # a newer start, or the same one, whose process goes on: no request has ended it
-        run.router.lose(former, None)
+        run.router.disconnect(former, None)
     await _serve(socket, run, hello)
 
 
@@ -83,8 +83,8 @@ def _admit(run: ServedRun, hello: wire.Hello) -> str | None:
 
 
 async def _serve(socket: WebSocket, run: ServedRun, hello: wire.Hello) -> None:
-    gone = asyncio.Event()
-    outbox = Outbox(MAX_OUTBOX_BYTES, gone.set)
+    disconnected = asyncio.Event()
+    outbox = Outbox(MAX_OUTBOX_BYTES, disconnected.set)
     engine = EngineConnection(
         hello.engine_id,
         hello.lease_id,
@@ -92,19 +92,19 @@ async def _serve(socket: WebSocket, run: ServedRun, hello: wire.Hello) -> None:
         hello.attempt,
         hello.max_running,
         outbox.put,
-        gone=gone,
+        disconnected=disconnected,
     )
     run.router.add(engine)
     writer = asyncio.ensure_future(_write(socket, run, outbox))
     reader = asyncio.ensure_future(_read(socket, run, engine))
-    fenced = asyncio.ensure_future(engine.gone.wait())
+    fenced = asyncio.ensure_future(engine.disconnected.wait())
     try:
         await asyncio.wait([writer, reader, fenced], return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in (writer, reader, fenced):
             task.cancel()
         results = await asyncio.gather(writer, reader, return_exceptions=True)
-        run.router.lose(engine, _say_end(results))
+        run.router.disconnect(engine, _say_end(results))
         run.changed.notify()
     unexpected = [r for r in results if isinstance(r, Exception) and not isinstance(r, WebSocketDisconnect)]
     if not unexpected:

@@ -206,7 +206,7 @@ class DataPlane:
         held = {e.first_version if e.version is None else e.version for e in engines}
         return {
             "engines": versions,
-            "refusals": [engine.refuses for engine in engines if engine.refuses],
+            "refusals": [engine.refusal_reason for engine in engines if engine.refusal_reason],
             "held": sorted(held),
             "seconds": time.monotonic() - started,
         }
@@ -216,13 +216,13 @@ class DataPlane:
         they had not yielded in time. An engine of the lease that connects later is turned away."""
         await run.revoke(lease_id)
         engines = [engine for engine in run.router.engines if engine.lease_id == lease_id]
-        leaving = [asyncio.ensure_future(run.router.take_away(engine, "revoked")) for engine in engines]
+        leaving = [asyncio.ensure_future(run.router.revoke(engine, "revoked")) for engine in engines]
         if leaving:
             await asyncio.wait(leaving, timeout=within_s)
-        late = [engine for engine in engines if not engine.gone.is_set()]
+        late = [engine for engine in engines if not engine.disconnected.is_set()]
         for engine in late:
             log.warning("engine %s did not yield within %g s and is dropped", engine.engine_id, within_s)
-            run.router.lose(engine)
+            run.router.disconnect(engine)
         run.counters["engines_dropped"] += len(late)
         await asyncio.gather(*leaving)
         return {"engines": len(engines), "dropped": len(late)}
@@ -297,7 +297,7 @@ class DataPlane:
 
     def _take_away(self, engines: list[EngineConnection], run: ServedRun, reason: str) -> None:
         for engine in engines:
-            self._begin(run.router.take_away(engine, reason))
+            self._begin(run.router.revoke(engine, reason))
 
     def _note_failed(self, run: ServedRun, session: Session, error: EngineFailed) -> None:
         told = run.state.recent.last_error = f"session {session.session_id}: {error.message}"
@@ -344,7 +344,7 @@ async def _end_poisoned(run: ServedRun, session: Session, error: str) -> None:
 
 async def sweep_run(run: ServedRun, elapsed_s: float) -> None:
     """Look after the router, silent runners and sessions that run too long; called once a second."""
-    run.router.sweep()
+    run.router.enforce_limits()
     run.pass_time(elapsed_s)
     take_from_silent_runners(run, elapsed_s)
     await end_expired(run)

@@ -153,8 +153,8 @@ def _say_awaited(run: ServedRun, what: str) -> str:
 
 def _obstacles(run: ServedRun) -> list[str]:
     """What keeps sessions from finishing."""
-    obstacles = [] if run.router.is_serving else [run.router.obstacle()]
-    obstacles += [engine.refuses for engine in run.router.engines if engine.refuses]
+    obstacles = [] if run.router.is_serving else [run.router.waiting_reason()]
+    obstacles += [engine.refusal_reason for engine in run.router.engines if engine.refusal_reason]
     if not num_runners(run) and not run.spec.rollout.is_external:
         obstacles.append("no agent runner is connected")
     if run.spec.scored_apart and not run.runners.count("reward", run.spec.attempt):

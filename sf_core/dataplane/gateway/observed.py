@@ -1,7 +1,7 @@
 """Observes every request of an agent: metrics, one trace span per turn, and its stream kept alive.
 
 Owns the record of an exchange, for every dialect alike. Routes know nothing of it: it wraps the application,
-and learns the turns of a request from the router (`asked_by_request`).
+and learns the turns of a request from the router (`submitted_by_request`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.gateway.endpoint import ID_HEADERS
 from sf_core.dataplane.gateway.keepalive import KeptAlive
 from sf_core.dataplane.gateway.metrics import Metrics
-from sf_core.dataplane.routing.generation import Generation, asked_by_request
+from sf_core.dataplane.routing.generation import Generation, submitted_by_request
 
 CLIENT_GONE = 499
 """Status that is counted for a client that went away before its answer began."""
@@ -42,11 +42,11 @@ class Observed:
         if dialect is None:
             return await self._app(scope, receive, send)
         exchange = _Exchange(receive, send)
-        token = asked_by_request.set(exchange.turns)
+        token = submitted_by_request.set(exchange.turns)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
-            asked_by_request.reset(token)
+            submitted_by_request.reset(token)
             exchange.close()
             self._record(dialect.name, scope, exchange)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sf_core.dataplane.routing.generation import Generation, Suspicion
-from sf_core.dataplane.routing.rebalancing import Queue, Running
+from sf_core.dataplane.routing.rebalancing import EngineQueue, RunningRequest
 from sf_core.types import Chunk, FinishReason
 
 EngineState = Literal["loading", "leaving", "paused", "serving"]
@@ -32,7 +32,7 @@ class EngineConnection:
     send: Callable[[bytes], None]
     version: int | None = None
     """Policy version with which the engine samples; None before it has loaded one."""
-    is_made: bool = False
+    has_loaded: bool = False
     """Whether the engine has loaded weights. The first weights of a new engine may be too old to sample
     with."""
     wanted_version: int = 0
@@ -45,14 +45,14 @@ class EngineConnection:
     """Why the engine could not load it."""
     paused: bool = False
     """Whether the engine was told to sample nothing until it is resumed. It keeps its requests."""
-    num_pauses_open: int = 0
+    num_unconfirmed_pauses: int = 0
     """Number of pause commands that the engine has not confirmed; a resume may have been sent since."""
-    leaving: str | None = None
+    drain_reason: str | None = None
     """Why the engine is drained: it gets no new requests, and yields once it has none. None while it is
     not."""
-    told_to_yield: bool = False
+    yield_requested: bool = False
     in_flight: dict[str, Generation] = field(default_factory=dict)
-    unproven: dict[str, Generation] = field(default_factory=dict)
+    without_token: dict[str, Generation] = field(default_factory=dict)
     """Requests in flight that have got no token since they were submitted to this engine."""
     outstanding: int = 0
     """Estimated tokens that the engine still has to prefill or sample, summed over the requests in flight."""
@@ -62,19 +62,19 @@ class EngineConnection:
     """Number of tokens that the engine has sampled."""
     serving_since: float | None = None
     """When the engine first confirmed a version, in monotonic seconds."""
-    heard_at: float = field(default_factory=time.monotonic)
+    last_heard_at: float = field(default_factory=time.monotonic)
     """When the engine last sent something, or when an answer became due; in monotonic seconds."""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    disconnected: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the engine has yielded, or its connection is closed or given up."""
     served_s: float = 0.0
     """Seconds in which the engine took requests, up to the last `count_time`."""
-    free_s: float = 0.0
+    idle_s: float = 0.0
     """The part of `served_s` in which the engine had no request."""
     counted_at: float = field(default_factory=time.monotonic)
     """When `count_time` was called last, in monotonic seconds."""
 
     @property
-    def refuses(self) -> str:
+    def refusal_reason(self) -> str:
         """Why the engine uses other weights than it was told to load; empty if it does not."""
         has_refused = self.refused_version == self.wanted_version
         if self.version is None or not has_refused or self.version >= self.wanted_version:
@@ -87,52 +87,57 @@ class EngineConnection:
     @property
     def is_routable(self) -> bool:
         return (
-            self.version is not None and not self.paused and self.leaving is None and not self.gone.is_set()
+            self.version is not None
+            and not self.paused
+            and self.drain_reason is None
+            and not self.disconnected.is_set()
         )
 
     @property
     def has_room(self) -> bool:
         return self.is_routable and len(self.in_flight) < self.max_running
 
-    def holds(self, floor: int) -> bool:
+    def has_version(self, floor: int) -> bool:
         """Whether the engine samples with this policy version or a later one."""
         return self.version is not None and self.version >= floor
 
     @property
-    def trial(self) -> Suspicion | None:
+    def suspects_on_trial(self) -> Suspicion | None:
         """The suspects that the engine tries; None if it tries none."""
-        return next((generation.suspicion for generation in self.unproven.values()), None)
+        return next((generation.suspicion for generation in self.without_token.values()), None)
 
-    def can_take(self, generation: Generation, trial: Suspicion | None = None) -> bool:
+    def can_take(self, generation: Generation, suspects_on_trial: Suspicion | None = None) -> bool:
         """Whether the engine can get a request. `trial`: the suspects that it tries, or will try; None:
         none."""
-        if not (self.has_room and self.holds(generation.floor) and generation.suspicion is trial):
+        if not (
+            self.has_room and self.has_version(generation.floor) and generation.suspicion is suspects_on_trial
+        ):
             return False
         # suspects are tried alone
-        is_free_for_trial = not self.unproven or self.trial is trial
-        return trial is None or is_free_for_trial
+        is_free_for_trial = not self.without_token or self.suspects_on_trial is suspects_on_trial
+        return suspects_on_trial is None or is_free_for_trial
 
     @property
-    def is_still(self) -> bool:
+    def has_stopped(self) -> bool:
         """Whether the engine has confirmed that it samples nothing."""
-        return self.paused and not self.num_pauses_open
+        return self.paused and not self.num_unconfirmed_pauses
 
     @property
     def state(self) -> EngineState:
         """One word for status and metrics."""
         if self.version is None:
             return "loading"
-        if self.leaving is not None:
+        if self.drain_reason is not None:
             return "leaving"
         return "paused" if self.paused else "serving"
 
-    def queue(self) -> Queue[Generation]:
+    def queue(self) -> EngineQueue[Generation]:
         """The engine in the form that rebalancing.py takes."""
-        return Queue(
+        return EngineQueue(
             self.outstanding,
             self.max_running - len(self.in_flight),
             lambda: [
-                Running(
+                RunningRequest(
                     generation,
                     generation.num_tokens,
                     generation.num_prefill + generation.num_decode,
@@ -142,7 +147,7 @@ class EngineConnection:
             ],
         )
 
-    def tell(self, frame: bytes) -> None:
+    def send_expecting_answer(self, frame: bytes) -> None:
         """Send a frame that the engine must answer. Call this before setting the field that makes the answer
         due."""
         self._start_waiting()
@@ -150,56 +155,56 @@ class EngineConnection:
 
     def silent_for(self, now: float) -> float:
         """Seconds for which an answer has been due; 0 while no answer is."""
-        return now - self.heard_at if self._owes_an_answer else 0.0
+        return now - self.last_heard_at if self._owes_an_answer else 0.0
 
     def _start_waiting(self) -> None:
         """Count silence from now on, unless an answer was due already."""
         if not self._owes_an_answer:
-            self.heard_at = time.monotonic()
+            self.last_heard_at = time.monotonic()
 
     @property
     def _owes_an_answer(self) -> bool:
         # starting an engine may take any time: no answer is due before its first weights are loaded
-        return self.is_made and (
-            self.told_to_yield
-            or self.num_pauses_open > 0
-            or (bool(self.in_flight) and not self.is_still)
+        return self.has_loaded and (
+            self.yield_requested
+            or self.num_unconfirmed_pauses > 0
+            or (bool(self.in_flight) and not self.has_stopped)
             or self.version is None
             or self.wanted_version > max(self.version, self.refused_version)
         )
 
-    def take(self, generation: Generation, num_prefill: int, num_decode: int) -> None:
+    def add_request(self, generation: Generation, num_prefill: int, num_decode: int) -> None:
         """Count a generation that is about to be submitted."""
         self._start_waiting()
         self.count_time()
         self.in_flight[generation.request_id] = generation
-        self.unproven[generation.request_id] = generation
+        self.without_token[generation.request_id] = generation
         generation.num_prefill = num_prefill
         generation.num_decode = num_decode
         self.outstanding += num_prefill + num_decode
 
-    def prove(self, generation: Generation) -> None:
+    def record_first_token(self, generation: Generation) -> None:
         """Record that a request got a token: it does not end the engine."""
-        if self.unproven.pop(generation.request_id, None) is not None:
+        if self.without_token.pop(generation.request_id, None) is not None:
             generation.suspicion = None
             generation.num_faults = 0
 
-    def count_progress(self, generation: Generation, num_tokens: int) -> None:
+    def record_progress(self, generation: Generation, num_tokens: int) -> None:
         """Count sampled tokens: the prompt is in the KV cache, and that many fewer are outstanding."""
         num_decoded = min(num_tokens, generation.num_decode)
         self.outstanding -= generation.num_prefill + num_decoded
         generation.num_prefill = 0
         generation.num_decode -= num_decoded
 
-    def expect_more(self, generation: Generation, num_decode: int) -> None:
+    def extend_estimate(self, generation: Generation, num_decode: int) -> None:
         """Count further tokens of a generation that has sampled the expected number and is not finished."""
         generation.num_decode += num_decode
         self.outstanding += num_decode
 
-    def drop(self, request_id: str) -> Generation | None:
+    def remove_request(self, request_id: str) -> Generation | None:
         """Remove and return a generation that is no longer in flight on this engine; None if it was not."""
         self.moving.discard(request_id)
-        self.unproven.pop(request_id, None)
+        self.without_token.pop(request_id, None)
         self.count_time()
         generation = self.in_flight.pop(request_id, None)
         if generation is not None:
@@ -216,7 +221,7 @@ class EngineConnection:
         if self.is_routable:
             self.served_s += elapsed_s
             if not self.in_flight:
-                self.free_s += elapsed_s
+                self.idle_s += elapsed_s
         self.counted_at = now
 
 
@@ -231,13 +236,13 @@ def has_loaded_or_refused(engine: EngineConnection) -> bool:
 
 def has_stopped_or_need_not(engine: EngineConnection) -> bool:
     # an engine that is still starting samples nothing, and reads the pause before it does
-    return engine.is_still or not engine.paused or engine.version is None
+    return engine.has_stopped or not engine.paused or engine.version is None
 
 
 def find_obstacle(engines: Iterable[EngineConnection], floor: int, *, is_run_paused: bool) -> str:
     """Why a request that needs this policy version or a later one waits for one of these engines."""
     engines = [*engines]
-    present = [engine for engine in engines if engine.version is not None and engine.leaving is None]
+    present = [engine for engine in engines if engine.version is not None and engine.drain_reason is None]
     if is_run_paused:
         return "the run is paused"
     if not present:

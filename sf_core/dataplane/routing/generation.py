@@ -19,7 +19,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
-asked_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
+submitted_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
 """Generations submitted by the HTTP request being served, for metrics; None if nothing collects them."""
 
 MAX_LOGPROB = 1e-3
@@ -76,7 +76,7 @@ class Generation:
         self.session_id = ""
         self.num_reused = 0
         """Number of leading prompt tokens that were taken from recorded turns, not encoded."""
-        self.near: CacheHint | None = None
+        self.cache_hint: CacheHint | None = None
         self.arrival: int | None = None
         """Number in the order of arrival at the router of the run; None before it was queued."""
         self.waiting_since = 0.0
@@ -97,11 +97,11 @@ class Generation:
         self._is_wake_scheduled = False
         """Whether the reader will be woken in the next round of the pace."""
 
-    def comes_after(self, engine_id: str, version: int, num_tokens: int) -> None:
+    def set_parent(self, engine_id: str, version: int, num_tokens: int) -> None:
         """Set the parent turn: the prompt begins with `num_tokens` recorded tokens, of which this engine
         sampled the last with this policy version."""
         self.num_reused = num_tokens
-        self.near = CacheHint(engine_id, version, num_tokens)
+        self.cache_hint = CacheHint(engine_id, version, num_tokens)
 
     @property
     def request_id(self) -> str:
@@ -116,7 +116,7 @@ class Generation:
         """Length of the prompt and of the tokens sampled so far."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
-    def ask_for_rest(self, version: int) -> GenerationRequest:
+    def remaining_request(self, version: int) -> GenerationRequest:
         """The rest of the generation, as a request to an engine with this policy version."""
         if self.on_start is not None:
             self.on_start(version)
@@ -133,7 +133,7 @@ class Generation:
             stream=whole.stream or self.suspicion is not None,
         )
 
-    def fault_of(self, chunk: Chunk, newest: int, num_ids: int) -> str | None:
+    def validate(self, chunk: Chunk, newest: int, num_ids: int) -> str | None:
         """Why a chunk is invalid, as a predicate whose subject is the engine; None if it is valid.
 
         `newest` is the policy version that the engine was last sent; ids are below `num_ids`."""
@@ -155,7 +155,7 @@ class Generation:
             return f"sent tokens of version {chunk.version}; expected {self.floor} to {newest}"
         return None
 
-    def absorb(self, chunk: Chunk, engine: str) -> bool:
+    def append(self, chunk: Chunk, engine: str) -> bool:
         """Append newly sampled tokens. True if the generation was interrupted and must be dispatched
         again."""
         if chunk.token_ids:
@@ -181,7 +181,7 @@ class Generation:
             return False
         self.interruptions += 1
         if len(self.versions):
-            self.near = CacheHint(engine, self.versions[-1], self.num_tokens)
+            self.cache_hint = CacheHint(engine, self.versions[-1], self.num_tokens)
         if self.request.stream:
             # the sampled tokens may end with a stop string, and the reader must get them in any case
             self.wake()
@@ -218,7 +218,7 @@ class Generation:
             self.wake()
         elif self._progress is not None and not self._is_wake_scheduled:
             self._is_wake_scheduled = True
-            self.pace.soon(self._wake_in_round)
+            self.pace.wake_in_next_round(self._wake_in_round)
 
     def _wake_in_round(self) -> None:
         self._is_wake_scheduled = False

@@ -22,7 +22,7 @@ class StreamPace:
         self._due: list[Callable[[], None]] = []
         self._next_at = 0.0
 
-    def soon(self, wake: Callable[[], None]) -> None:
+    def wake_in_next_round(self, wake: Callable[[], None]) -> None:
         """Call `wake` in the next round."""
         if not self._due:
             loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ EXCESS = 1.5
 T = TypeVar("T")
 
 
-class Running(NamedTuple, Generic[T]):
+class RunningRequest(NamedTuple, Generic[T]):
     """A request in flight on an engine, measured in tokens."""
 
     request: T
@@ -27,17 +27,17 @@ class Running(NamedTuple, Generic[T]):
 
 
 @dataclass(eq=False, slots=True)
-class Queue(Generic[T]):
+class EngineQueue(Generic[T]):
     """Work of one engine."""
 
     outstanding: int
     """Tokens that it still has to prefill or sample."""
     room: int
     """Number of further requests that it could take."""
-    running: Callable[[], Iterable[Running[T]]]
+    running: Callable[[], Iterable[RunningRequest[T]]]
 
 
-def find_moves(queues: list[Queue[T]]) -> list[tuple[T, Queue[T], Queue[T]]]:
+def plan_moves(queues: list[EngineQueue[T]]) -> list[tuple[T, EngineQueue[T], EngineQueue[T]]]:
     """Moves as (request, source, target). The queues are updated as if the moves were done.
 
     A request moves from a queue longer than EXCESS x mean to the shortest that has room, if that pays for the

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from sf_core.dataplane.api_schemas import PauseMode
 from sf_core.dataplane.conditions import Condition
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed
-from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
+from sf_core.dataplane.routing.choice import MeanAnswerLength, choose, num_cached
 from sf_core.dataplane.routing.connection import (
     EngineConnection,
     EngineFaultError,
@@ -23,10 +23,10 @@ from sf_core.dataplane.routing.connection import (
     has_loaded_or_refused,
     has_stopped_or_need_not,
 )
-from sf_core.dataplane.routing.generation import Generation, asked_by_request
-from sf_core.dataplane.routing.rebalancing import find_moves
-from sf_core.dataplane.routing.suspects import MAX_FAULTS, assign, suspect
-from sf_core.dataplane.routing.wait_queue import Limits, WaitQueue
+from sf_core.dataplane.routing.generation import Generation, submitted_by_request
+from sf_core.dataplane.routing.rebalancing import plan_moves
+from sf_core.dataplane.routing.suspects import MAX_FAULTS, assign_trials, mark_suspects
+from sf_core.dataplane.routing.wait_queue import QueueLimits, WaitQueue
 from sf_core.engines import wire
 from sf_core.types import Chunk, WeightsRef
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Router:
-    def __init__(self, weights: WeightsRef, limits: Limits, num_ids: int = 2**31) -> None:
+    def __init__(self, weights: WeightsRef, limits: QueueLimits, num_ids: int = 2**31) -> None:
         """Valid token ids of engines are below `num_ids`."""
         self.weights = weights
         self.limits = limits
@@ -50,7 +50,7 @@ class Router:
         self.bytes_from_engines = 0
         self.closed: ApiError | None = None
         """The refusal of every request, once the run has ended and no engine will connect."""
-        self._typical = TypicalLength()
+        self._mean_length = MeanAnswerLength()
         self._changed = Condition()
         self._is_dispatch_scheduled = False
 
@@ -61,7 +61,7 @@ class Router:
         if len(self.waiting) >= self.limits.max_waiting:
             raise ApiError(
                 429,
-                f"{len(self.waiting)} requests are already waiting, because {self.obstacle()}; "
+                f"{len(self.waiting)} requests are already waiting, because {self.waiting_reason()}; "
                 "try again later.",
                 code="too_many_waiting",
                 retry_after_s=RETRY_AFTER_S,
@@ -69,11 +69,11 @@ class Router:
 
     def submit(self, generation: Generation) -> None:
         generation.submitted_at = time.monotonic()
-        if (collected := asked_by_request.get()) is not None:
+        if (collected := submitted_by_request.get()) is not None:
             collected.append(generation)
         if self.closed is not None:
             return generation.refuse(self.closed)
-        self.waiting.join(generation)
+        self.waiting.push(generation)
         self._schedule()
 
     def close(self, refusal: ApiError) -> None:
@@ -94,16 +94,16 @@ class Router:
     def stop(self, generation: Generation) -> None:
         """Stop sampling for this generation."""
         for engine in self.engines:
-            if engine.drop(generation.request_id) is not None:
+            if engine.remove_request(generation.request_id) is not None:
                 engine.send(wire.pack(wire.Abort([generation.request_id])))
                 self._after_removal(engine)
                 return
-        self.waiting.leave(generation)
+        self.waiting.remove(generation)
 
     def receive(self, engine: EngineConnection, chunks: list[Chunk]) -> int:
         """Append an engine's chunks to its generations; returns the number of tokens. At the first invalid
         chunk, which is not appended, drops the engine and raises EngineFaultError."""
-        engine.heard_at = time.monotonic()
+        engine.last_heard_at = time.monotonic()
         interrupted: list[Generation] = []
         num_tokens = 0
         fault: str | None = None
@@ -111,34 +111,34 @@ class Router:
             generation = engine.in_flight.get(chunk.request_id)
             if generation is None:
                 continue
-            if (fault := generation.fault_of(chunk, engine.wanted_version, self._num_ids)) is not None:
+            if (fault := generation.validate(chunk, engine.wanted_version, self._num_ids)) is not None:
                 self._blame(engine, generation, fault)
                 break
             num_tokens += len(chunk.token_ids)
             if chunk.token_ids:
-                engine.prove(generation)
+                engine.record_first_token(generation)
             if chunk.finish_reason is None:
-                engine.count_progress(generation, len(chunk.token_ids))
+                engine.record_progress(generation, len(chunk.token_ids))
             else:
-                engine.drop(chunk.request_id)
+                engine.remove_request(chunk.request_id)
             if chunk.fault or ends_without_a_token(chunk, generation):
                 failure = f"failed ({chunk.fault})" if chunk.fault else "ended the request without a token"
                 generation.refuse(EngineFailed(f"engine {engine.engine_id} {failure}"))
-            elif generation.absorb(chunk, engine.engine_id):
+            elif generation.append(chunk, engine.engine_id):
                 interrupted.append(generation)
             elif generation.finish_reason is not None:
-                self._typical.learn(len(generation.token_ids))
+                self._mean_length.update(len(generation.token_ids))
             elif generation.num_decode == 0:
-                engine.expect_more(generation, self._typical.expect_rest(generation))
+                engine.extend_estimate(generation, self._mean_length.expected_remaining(generation))
         engine.num_tokens += num_tokens
         self._requeue(interrupted)
         if fault is not None:
-            self.lose(engine, None)
+            self.disconnect(engine, None)
             raise EngineFaultError(f"the engine {fault}")
         self._after_removal(engine)
         return num_tokens
 
-    def sweep(self) -> None:
+    def enforce_limits(self) -> None:
         """Refuse requests that waited too long, drop silent engines, rebalance; called once a second."""
         now = time.monotonic()
         limits = self.limits
@@ -146,14 +146,14 @@ class Router:
             if now - generation.waiting_since > limits.patience_s:
                 self._refuse(generation, self._explain_wait(generation))
         for engine in self.engines:
-            if engine.is_still and now - engine.heard_at > limits.patience_s:
+            if engine.has_stopped and now - engine.last_heard_at > limits.patience_s:
                 for generation in list(engine.in_flight.values()):
                     self._refuse(generation, "the engine of this request is paused")
         for engine in [e for e in self.engines if e.silent_for(now) > limits.engine_silence_s]:
             log.warning(
                 "engine %s has requests but sends nothing, so the data plane drops it", engine.engine_id
             )
-            self.lose(engine, f"sent nothing for {limits.engine_silence_s:g} s")
+            self.disconnect(engine, f"sent nothing for {limits.engine_silence_s:g} s")
         self._rebalance()
 
     def _rebalance(self) -> None:
@@ -168,7 +168,7 @@ class Router:
             return
         # queues are compared by identity, so each is the key of its engine
         engine_by_queue = {engine.queue(): engine for engine in engines}
-        for generation, source, _ in find_moves(list(engine_by_queue)):
+        for generation, source, _ in plan_moves(list(engine_by_queue)):
             generation.num_moved_at = generation.num_tokens
             engine_by_queue[source].moving.add(generation.request_id)
             self.moves += 1
@@ -183,22 +183,22 @@ class Router:
     def _refuse_poison(self, engine: EngineConnection, generation: Generation, fault: str) -> None:
         """Refuse a request that has ended too many engines: it must not end all of them."""
         if generation.num_faults >= MAX_FAULTS:
-            engine.drop(generation.request_id)
+            engine.remove_request(generation.request_id)
             reason = f"engine {engine.engine_id} {fault}, as an engine did before"
             generation.refuse(EngineFailed(reason, is_poison=True))
 
     def _explain_wait(self, generation: Generation) -> str:
-        obstacle = self.obstacle(generation.floor)
+        waiting_reason = self.waiting_reason(generation.floor)
         if generation.suspicion is None:
-            return obstacle
-        return f"it may have ended an engine and must be tried alone, but {obstacle}"
+            return waiting_reason
+        return f"it may have ended an engine and must be tried alone, but {waiting_reason}"
 
     def _refuse(self, generation: Generation, reason: str) -> None:
         self.stop(generation)
         message = f"No engine sampled for this request for {self.limits.patience_s:g} s: {reason}."
         generation.refuse(ApiError(503, message, code="no_engine", retry_after_s=RETRY_AFTER_S))
 
-    def obstacle(self, floor: int = 0) -> str:
+    def waiting_reason(self, floor: int = 0) -> str:
         """Why a request that needs this policy version or a later one waits."""
         return find_obstacle(self.engines, floor, is_run_paused=None in self.paused)
 
@@ -225,12 +225,12 @@ class Router:
             raise EngineFaultError(
                 f"the engine loaded version {version}; expected {current} to {engine.wanted_version}"
             )
-        engine.heard_at = time.monotonic()
-        engine.is_made = True
+        engine.last_heard_at = time.monotonic()
+        engine.has_loaded = True
         is_new = engine.version is None
         if is_new and version < engine.wanted_version:
             return
-        engine.serving_since = engine.serving_since or engine.heard_at
+        engine.serving_since = engine.serving_since or engine.last_heard_at
         engine.count_time()
         engine.version = version
         self._schedule()
@@ -239,44 +239,44 @@ class Router:
     def refuse(self, engine: EngineConnection, version: int, reason: str) -> None:
         """Record that the engine cannot load this version and continues with its current one."""
         log.warning("engine %s refuses version %d: %s", engine.engine_id, version, reason)
-        engine.heard_at = time.monotonic()
+        engine.last_heard_at = time.monotonic()
         engine.refused_version = version
         engine.refusal = reason
         self._changed.notify()
 
     def confirm_pause(self, engine: EngineConnection) -> None:
         """Record that the engine samples nothing until it is resumed."""
-        engine.heard_at = time.monotonic()
-        engine.num_pauses_open -= 1
+        engine.last_heard_at = time.monotonic()
+        engine.num_unconfirmed_pauses -= 1
         self._changed.notify()
 
-    def lose(self, engine: EngineConnection, failure: str | None = "ended") -> None:
+    def disconnect(self, engine: EngineConnection, failure: str | None = "ended") -> None:
         """Disconnect an engine. Its requests continue on other engines from the last received token.
         `failure` is a predicate about the end of an engine that was not drained; None: no request can be the
         cause."""
         if engine in self.engines:
             self.engines.remove(engine)
-        unproven = list(engine.unproven.values())
-        if unproven and failure is not None and engine.leaving is None:
-            suspect(unproven, engine.worker)
-            self._refuse_poison(engine, unproven[0], f"{failure} while it worked on this request")
-        lost = [engine.drop(request_id) for request_id in list(engine.in_flight)]
+        without_token = list(engine.without_token.values())
+        if without_token and failure is not None and engine.drain_reason is None:
+            mark_suspects(without_token, engine.worker)
+            self._refuse_poison(engine, without_token[0], f"{failure} while it worked on this request")
+        lost = [engine.remove_request(request_id) for request_id in list(engine.in_flight)]
         self._requeue([g for g in lost if g is not None and g.interrupt(engine.engine_id)])
-        engine.gone.set()
+        engine.disconnected.set()
         self._changed.notify()
 
     def drain(self, engine: EngineConnection, reason: str) -> None:
         """Give the engine no new requests; it yields when it has finished those in flight."""
         engine.count_time()
-        engine.leaving = reason
+        engine.drain_reason = reason
         self._after_removal(engine)
 
-    async def take_away(self, engine: EngineConnection, reason: str) -> None:
+    async def revoke(self, engine: EngineConnection, reason: str) -> None:
         """Stop routing to the engine, abort its requests, and wait until it has sent their tokens and
         yielded."""
-        engine.tell(wire.pack(wire.Abort()))
+        engine.send_expecting_answer(wire.pack(wire.Abort()))
         self.drain(engine, reason)
-        await engine.gone.wait()
+        await engine.disconnected.wait()
 
     async def update(self, weights: WeightsRef) -> dict[str, int]:
         """Have every engine load these weights. Returns the version of each engine that is still connected,
@@ -286,14 +286,14 @@ class Router:
         get requests (`confirm`)."""
         self.weights = weights
         for engine in self.engines:
-            engine.tell(wire.pack(wire.Update(weights)))
+            engine.send_expecting_answer(wire.pack(wire.Update(weights)))
             engine.wanted_version = weights.version
-        started = [engine for engine in self.engines if engine.is_made]
+        started = [engine for engine in self.engines if engine.has_loaded]
         await self._wait_for_each(started, has_loaded_or_refused)
         return {
             engine.engine_id: engine.version
             for engine in started
-            if engine.version is not None and not engine.gone.is_set()
+            if engine.version is not None and not engine.disconnected.is_set()
         }
 
     async def pause(self, mode: PauseMode, engine_id: str | None = None) -> int:
@@ -306,10 +306,10 @@ class Router:
         self.paused.add(engine_id)
         if mode == "evacuate":
             for engine in engines:
-                engine.tell(wire.pack(wire.Abort()))
+                engine.send_expecting_answer(wire.pack(wire.Abort()))
         self._send_pauses()
         await self._wait_for_each(engines, has_stopped_or_need_not)
-        return sum(engine.is_still for engine in engines)
+        return sum(engine.has_stopped for engine in engines)
 
     def resume(self, engine_id: str | None = None) -> None:
         """Undo the same pause. An engine samples again once neither it nor the run is paused."""
@@ -329,10 +329,10 @@ class Router:
     def _send_pauses(self) -> None:
         for engine in self.engines:
             if engine.paused != self._is_paused(engine):
-                engine.tell(wire.pack(wire.Pause(not engine.paused)))
+                engine.send_expecting_answer(wire.pack(wire.Pause(not engine.paused)))
                 engine.count_time()
                 engine.paused = not engine.paused
-                engine.num_pauses_open += engine.paused
+                engine.num_unconfirmed_pauses += engine.paused
         self._changed.notify()
         self._schedule()
 
@@ -340,15 +340,15 @@ class Router:
         self, engines: list[EngineConnection], condition: Callable[[EngineConnection], bool]
     ) -> None:
         await self._changed.until(
-            lambda: all(engine.gone.is_set() or condition(engine) for engine in engines)
+            lambda: all(engine.disconnected.is_set() or condition(engine) for engine in engines)
         )
 
     def _after_removal(self, engine: EngineConnection) -> None:
         """Dispatch after a request has left the engine. Have a drained engine yield after its last
         request."""
-        if engine.leaving is not None and not engine.in_flight and not engine.told_to_yield:
-            engine.tell(wire.pack(wire.Yield(engine.leaving)))
-            engine.told_to_yield = True
+        if engine.drain_reason is not None and not engine.in_flight and not engine.yield_requested:
+            engine.send_expecting_answer(wire.pack(wire.Yield(engine.drain_reason)))
+            engine.yield_requested = True
         self._schedule()
 
     # --- dispatch
@@ -356,7 +356,7 @@ class Router:
     def _requeue(self, interrupted: list[Generation]) -> None:
         self.interruptions += len(interrupted)
         for generation in interrupted:
-            self.waiting.join(generation)
+            self.waiting.push(generation)
         self._schedule()
 
     def _schedule(self) -> None:
@@ -369,7 +369,7 @@ class Router:
         self._is_dispatch_scheduled = False
         if None in self.paused or not self.waiting:
             return
-        trials = assign(self.waiting.suspects, self.engines)
+        trials = assign_trials(self.waiting.suspects, self.engines)
         assigned: dict[EngineConnection, list[Generation]] = {}
         open_engines = [engine for engine in self.engines if engine.has_room]
         passed_over: list[Generation] = []
@@ -386,12 +386,12 @@ class Router:
                 continue
             engine = choose(candidates, generation)
             num_prefill = generation.num_tokens - num_cached(engine, generation)
-            engine.take(generation, num_prefill, self._typical.expect_rest(generation))
+            engine.add_request(generation, num_prefill, self._mean_length.expected_remaining(generation))
             assigned.setdefault(engine, []).append(generation)
             if not engine.has_room:
                 open_engines.remove(engine)
-        self.waiting.keep(passed_over, num_seen)
+        self.waiting.retain_passed_over(passed_over, num_seen)
         for engine, generations in assigned.items():
             assert engine.version is not None
-            requests = [generation.ask_for_rest(engine.version) for generation in generations]
+            requests = [generation.remaining_request(engine.version) for generation in generations]
             engine.send(wire.pack(wire.Submit.of(requests)))

@@ -18,7 +18,7 @@ MAX_FAULTS = 2
 chance."""
 
 
-def suspect(generations: Sequence[Generation], worker: str) -> None:
+def mark_suspects(generations: Sequence[Generation], worker: str) -> None:
     """Suspect these requests of having ended the engine of a worker. A single request is blamed at once."""
     if len(generations) == 1:
         generations[0].num_faults += 1
@@ -30,16 +30,16 @@ def suspect(generations: Sequence[Generation], worker: str) -> None:
             generation.suspicion = suspicion
 
 
-def assign(
+def assign_trials(
     waiting: Iterable[Generation], engines: Iterable[EngineConnection]
 ) -> dict[EngineConnection, Suspicion]:
     """The suspects of each engine that tries some, or will try some as soon as all its requests have got a
     token. One engine remains for other requests, unless it is the only one."""
     engines = [engine for engine in engines if engine.is_routable]
     max_trying = max(1, len(engines) - 1)
-    tried = {engine: engine.trial for engine in engines if engine.trial is not None}
+    tried = {engine: engine.suspects_on_trial for engine in engines if engine.suspects_on_trial is not None}
     for suspicion, floor in _list_untried(waiting, tried.values()):
-        free = [engine for engine in engines if engine not in tried and engine.holds(floor)]
+        free = [engine for engine in engines if engine not in tried and engine.has_version(floor)]
         if free and len(tried) < max_trying:
             fittest = min(free, key=lambda engine: _unfitness(engine, suspicion))
             tried[fittest] = suspicion
@@ -60,4 +60,4 @@ def _list_untried(
 def _unfitness(engine: EngineConnection, suspicion: Suspicion) -> tuple[bool, bool, int]:
     """Sort key: an engine of another worker first, then one with room, then the one with fewest new
     requests."""
-    return engine.worker in suspicion.workers, not engine.has_room, len(engine.unproven)
+    return engine.worker in suspicion.workers, not engine.has_room, len(engine.without_token)

@@ -18,7 +18,7 @@ _ARRIVAL = attrgetter("arrival")
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueueLimits:
     max_waiting: int
     """Further requests are refused."""
     patience_s: float
@@ -39,7 +39,7 @@ class WaitQueue:
     def __iter__(self) -> Iterator[Generation]:
         return iter(self._queue)
 
-    def join(self, generation: Generation) -> None:
+    def push(self, generation: Generation) -> None:
         """Queue a generation: at the end the first time, at its old position when it comes back."""
         if generation.arrival is None:
             generation.arrival = next(self._arrival_numbers)
@@ -48,7 +48,7 @@ class WaitQueue:
         if generation.suspicion is not None:
             self._suspects.add(generation)
 
-    def leave(self, generation: Generation) -> None:
+    def remove(self, generation: Generation) -> None:
         """Remove a generation. No effect if it is not in the queue."""
         if generation.arrival is None:
             return
@@ -62,7 +62,7 @@ class WaitQueue:
         """Waiting generations that may have ended an engine, in order."""
         return sorted(self._suspects, key=_ARRIVAL) if self._suspects else []
 
-    def keep(self, passed_over: list[Generation], num_seen: int) -> None:
+    def retain_passed_over(self, passed_over: list[Generation], num_seen: int) -> None:
         """Remove the first `num_seen` generations, except those that were passed over."""
         if self._suspects:
             removed = {*self._queue[:num_seen]}.difference(passed_over)

@@ -24,7 +24,7 @@ from sf_core.dataplane.journal.ownership import NotOwnedError
 from sf_core.dataplane.media.media import Media
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.router import Router
-from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.dataplane.routing.wait_queue import QueueLimits
 from sf_core.dataplane.runs import decide, events
 from sf_core.dataplane.runs.decide import Readiness
 from sf_core.dataplane.runs.events import OpenedSession, RunEvent, read_event
@@ -44,8 +44,8 @@ REGISTRATION_S = 10.0
 """Seconds after the beginning of an attempt in which its flow may still register it at this data plane."""
 
 
-def limits_of(spec: RunSpec) -> Limits:
-    return Limits(spec.max_waiting, spec.rollout.request_patience_s, spec.engine_silence_s)
+def limits_of(spec: RunSpec) -> QueueLimits:
+    return QueueLimits(spec.max_waiting, spec.rollout.request_patience_s, spec.engine_silence_s)
 
 
 class Closing(dict[str, Session]):

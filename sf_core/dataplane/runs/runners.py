@@ -114,8 +114,8 @@ class Effort:
         for engine in engines:
             engine.count_time()
             self._served_s += engine.served_s
-            self._free_s += engine.free_s
-            engine.served_s = engine.free_s = 0.0
+            self._free_s += engine.idle_s
+            engine.served_s = engine.idle_s = 0.0
 
     def totals(self, engines: Iterable[EngineConnection]) -> dict[str, Any]:
         """The facts for the manifest of a batch; begins to count for the next one."""

@@ -242,7 +242,7 @@ class RecordedTurn:
                 logprobs[start:end].tolist(),
                 int(versions[start]),
             )
-            generation.absorb(chunk, "")
+            generation.append(chunk, "")
         generation.engines = self.engines.split(",") if self.engines else []
         if self.turn is not None:
             generation.interruptions = self.turn.interruptions

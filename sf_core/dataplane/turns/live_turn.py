@@ -182,7 +182,7 @@ class LiveTurn:
         generation.pace = turns.pace
         if (parent := prompt.continues) is not None:
             last_engine = parent.engine.split(",")[-1]
-            generation.comes_after(last_engine, prompt.version, prompt.start)
+            generation.set_parent(last_engine, prompt.version, prompt.start)
         if claim is not None:
             generation.on_start = lambda version: turns.note_started(claim, version)
         return generation

@@ -156,7 +156,7 @@ class Record:
         generation = generation_of(prompt, grammar=grammar)
         logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
         reason = FinishReason.STOP if end else FinishReason.LENGTH
-        generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
+        generation.append(Chunk("r", ids, logprobs, version, reason), "engine")
         text = forced + self.renderer.decode(ids)
         turn_id = f"{prompt.index}.{number}"
         message = assistant_message("" if calls else text, list(calls), turn_id)
@@ -225,7 +225,7 @@ def sample(
     stopped = bool(ids) and ids[-1] in renderer.stop_token_ids
     reason = FinishReason.STOP if stopped else FinishReason.LENGTH
     logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
-    generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
+    generation.append(Chunk("r", ids, logprobs, version, reason), "engine")
     turn_id = f"{prompt.index}.{number}"
     message = assistant_message(renderer.decode(ids), [call] if call else [], turn_id)
     session.commit(generation, prompt, number, message, 0)

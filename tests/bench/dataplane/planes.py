@@ -77,7 +77,7 @@ class RecordingEngine(ScriptedEngine):
     def __init__(self, script: Script, asked: list[GenerationRequest], **options: Any) -> None:
         super().__init__(script, **options)
         self.asked = asked
-        self.unproven: set[str] = set()
+        self.without_token: set[str] = set()
         """Ids of requests here that have got no token from this engine."""
         self.proven: dict[str, float] = {}
         """Monotonic time at which requests last got a token."""
@@ -90,7 +90,7 @@ class RecordingEngine(ScriptedEngine):
     def submit(self, request: GenerationRequest) -> None:
         self.asked.append(request)
         super().submit(request)
-        self.unproven.add(request.request_id)
+        self.without_token.add(request.request_id)
 
     def step(self) -> list[Chunk]:
         if self.killed:
@@ -104,13 +104,13 @@ class RecordingEngine(ScriptedEngine):
         chunks = super().step()
         proven = [chunk.request_id for chunk in chunks if chunk.token_ids]
         self.proven |= dict.fromkeys(proven, time.monotonic())
-        self.unproven.difference_update(proven)
+        self.without_token.difference_update(proven)
         return chunks
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
         chunks = super().abort(request_ids)
         if self.died_at == math.inf:
-            self.unproven.difference_update(chunk.request_id for chunk in chunks)
+            self.without_token.difference_update(chunk.request_id for chunk in chunks)
         return chunks
 
 

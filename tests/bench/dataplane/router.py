@@ -14,14 +14,14 @@ import numpy as np
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import CacheHint, Generation
 from sf_core.dataplane.routing.router import Router
-from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.dataplane.routing.wait_queue import QueueLimits
 from sf_core.engines import wire
 from sf_core.engines.drivers.step_driver import StepDriver
 from sf_core.engines.protocol import StepEngine, StepFailedError
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 
-LIMITS = Limits(max_waiting=1000, patience_s=1000.0, engine_silence_s=1000.0)
+LIMITS = QueueLimits(max_waiting=1000, patience_s=1000.0, engine_silence_s=1000.0)
 
 STOP = 1
 
@@ -65,7 +65,7 @@ class ClusterEngine:
 
     @property
     def is_gone(self) -> bool:
-        return self.connection.gone.is_set()
+        return self.connection.disconnected.is_set()
 
     def abort(self, request_ids: list[str]) -> None:
         """Give requests back that the engine cannot go on with."""
@@ -93,20 +93,20 @@ class ClusterEngine:
             case wire.EnginePaused():
                 self.router.confirm_pause(self.connection)
             case wire.Yielded():
-                self.router.lose(self.connection)
+                self.router.disconnect(self.connection)
 
     def die(self) -> None:
-        self.router.lose(self.connection)
+        self.router.disconnect(self.connection)
 
     def supersede(self) -> None:
         """Have a newer start of its lease take its place."""
-        self.router.lose(self.connection, None)
+        self.router.disconnect(self.connection, None)
 
 
 class Cluster:
     """A router and its engines; must be created in a running event loop."""
 
-    def __init__(self, limits: Limits = LIMITS, weights: str = "w0") -> None:
+    def __init__(self, limits: QueueLimits = LIMITS, weights: str = "w0") -> None:
         """`weights` is the folder of version 0."""
         self.router = Router(WeightsRef(0, weights), limits)
         self.engines: list[ClusterEngine] = []
@@ -168,7 +168,7 @@ def turn(
     """A generation that no router has yet."""
     request = GenerationRequest("g", array("i", [5] * num_prompt), 0, max_tokens, (), Sampling(), stream)
     generation = Generation(request, floor=0)
-    generation.near = near
+    generation.cache_hint = near
     return generation
 
 

@@ -80,7 +80,7 @@ def answer(session: Session, prompt: Prompt, ids: Ids, said: Said) -> None:
     """Record an answer as the gateway does, when its parser has read it."""
     number = session.begin_sample(prompt, 0)
     generation = generation_of(prompt)
-    generation.absorb(Chunk("r", ids, [-1.0] * len(ids), 0, FinishReason.STOP), "engine")
+    generation.append(Chunk("r", ids, [-1.0] * len(ids), 0, FinishReason.STOP), "engine")
     calls = [ToolCall(call.name, json.loads(call.arguments)) for call in said.calls]
     turn_id = session.turn_id(prompt, number)
     message = assistant_message("".join(said.parts), calls, turn_id, said.reasoning)

@@ -116,7 +116,7 @@ class Flow(Served):
         engine = EngineConnection("engine", "lease", "worker", 1, 8, lambda frame: None)
         self.run.router.add(engine)
         await self.run.pause("evacuate", "engine")
-        self.run.router.lose(engine)
+        self.run.router.disconnect(engine)
 
     async def resume_engine(self) -> None:
         await self.run.resume("engine")

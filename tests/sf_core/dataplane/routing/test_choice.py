@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
+from sf_core.dataplane.routing.choice import MeanAnswerLength, choose, num_cached
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import CacheHint
 from sf_core.dataplane.routing.wait_queue import WaitQueue
@@ -42,12 +42,12 @@ def test_nothing_is_cached_of_other_weights_or_on_another_engine() -> None:
 def test_the_estimate_of_what_is_to_come_keeps_to_the_budget(
     lengths: list[int], budget: int, produced: int
 ) -> None:
-    typical = TypicalLength()
+    typical = MeanAnswerLength()
     for length in lengths:
-        typical.learn(length)
+        typical.update(length)
     generation = turn(5, max_tokens=budget + produced)
-    generation.absorb(Chunk("g", [7] * produced, [0.0] * produced, 0), "a")
-    assert 1 <= typical.expect_rest(generation) <= budget
+    generation.append(Chunk("g", [7] * produced, [0.0] * produced, 0), "a")
+    assert 1 <= typical.expected_remaining(generation) <= budget
 
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "take"]), st.integers(0, 5)), max_size=40))
@@ -57,14 +57,14 @@ def test_a_waiting_line_is_always_in_order_of_arrival(moves: list[tuple[str, int
     inside: set[int] = set()
     for move, index in moves:
         if move == "join" and index not in inside:
-            line.join(generations[index])
+            line.push(generations[index])
             inside.add(index)
         elif move == "leave":
-            line.leave(generations[index])
+            line.remove(generations[index])
             inside.discard(index)
         elif move == "take" and len(line):
             inside.remove(generations.index(next(iter(line))))
-            line.keep([], 1)
+            line.retain_passed_over([], 1)
         assert [id(g) for g in line] == sorted(
             (id(generations[i]) for i in inside),
             key=lambda i: next(g.arrival or 0 for g in generations if id(g) == i),

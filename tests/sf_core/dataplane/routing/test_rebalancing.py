@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.dataplane.routing.rebalancing import EXCESS, Queue, Running, find_moves
+from sf_core.dataplane.routing.rebalancing import EXCESS, EngineQueue, RunningRequest, plan_moves
 
 REQUESTS = st.builds(
     lambda num_tokens, to_do: (num_tokens, to_do), st.integers(1, 5000), st.integers(1, 5000)
@@ -14,14 +14,16 @@ class Engine:
     """An engine's requests by name, and its capacity."""
 
     def __init__(self, name: int, requests: list[tuple[int, int]], spare: int = 8) -> None:
-        self.running = {(name, i): Running((name, i), n, to_do, 0) for i, (n, to_do) in enumerate(requests)}
+        self.running = {
+            (name, i): RunningRequest((name, i), n, to_do, 0) for i, (n, to_do) in enumerate(requests)
+        }
         self.max_running = len(requests) + spare
 
-    def queue(self) -> Queue[tuple[int, int]]:
+    def queue(self) -> EngineQueue[tuple[int, int]]:
         to_do = sum(running.num_to_do for running in self.running.values())
-        return Queue(to_do, self.max_running - len(self.running), self.running.values)
+        return EngineQueue(to_do, self.max_running - len(self.running), self.running.values)
 
-    def take(self, moved: Running[tuple[int, int]]) -> None:
+    def take(self, moved: RunningRequest[tuple[int, int]]) -> None:
         to_do = moved.num_tokens + moved.num_to_do
         self.running[moved.request] = moved._replace(num_to_do=to_do, num_moved_at=moved.num_tokens)
 
@@ -29,7 +31,7 @@ class Engine:
 def rebalance(engines: list[Engine]) -> int:
     """Move requests until no move is left; returns the number of rounds."""
     num_rounds = 0
-    while moves := find_moves(queues := [engine.queue() for engine in engines]):
+    while moves := plan_moves(queues := [engine.queue() for engine in engines]):
         longest = max(engine.queue().outstanding for engine in engines)
         for request, source, target in moves:
             moved = engines[queues.index(source)].running.pop(request)
@@ -68,5 +70,5 @@ def test_what_is_not_repaid_is_not_moved() -> None:
 def test_a_request_moves_again_only_when_it_is_twice_as_long() -> None:
     engines = [Engine(0, []), Engine(1, [])]
     for num_tokens, moves in ((1999, 0), (2000, 1)):
-        engines[0].running = {(0, i): Running((0, i), num_tokens, 5000, 1000) for i in range(4)}
+        engines[0].running = {(0, i): RunningRequest((0, i), num_tokens, 5000, 1000) for i in range(4)}
         assert (rebalance(engines) > 0) == moves

@@ -136,7 +136,7 @@ def test_every_field_of_a_request_reaches_the_engine(
     generation = Generation(request, floor=0)
     if sampled:
         logprobs = [-1.0] * len(sampled)
-        generation.absorb(Chunk(request.request_id, sampled, logprobs, 0, FinishReason.ABORT), "e0")
+        generation.append(Chunk(request.request_id, sampled, logprobs, 0, FinishReason.ABORT), "e0")
     prompt_ids = [*request.prompt_ids, *sampled]
     rest = {"position": len(sampled), "max_tokens": request.max_tokens - len(sampled)}
     assert stand.ask(generation) == replace(request, prompt_ids=prompt_ids, **rest)

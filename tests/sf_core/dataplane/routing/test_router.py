@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.dataplane.routing.wait_queue import QueueLimits
 from sf_core.types import WeightsRef
 from tests.bench.dataplane import router
 
@@ -129,10 +129,10 @@ async def test_a_pause_of_the_run_and_one_of_an_engine_are_lifted_one_by_one() -
     engine.act()
     await pauses
     cluster.router.resume()
-    assert engine.connection.paused and cluster.router.obstacle() == "every engine is paused"
+    assert engine.connection.paused and cluster.router.waiting_reason() == "every engine is paused"
     engine.die()
     again = await cluster.serving(router.scripted(router.script), name="e")
-    assert again.connection.is_still, "a connection made again changes nothing"
+    assert again.connection.has_stopped, "a connection made again changes nothing"
     cluster.router.resume("e")
     assert again.connection.has_room
 
@@ -150,17 +150,17 @@ async def test_a_draining_engine_ends_what_it_has_and_takes_nothing_new() -> Non
     assert engine.is_gone
     assert running.finish_reason is not None and running.interruptions == 0
     assert list(cluster.router.waiting) == [late]
-    assert cluster.router.obstacle() == "no engine is connected"
+    assert cluster.router.waiting_reason() == "no engine is connected"
 
 
 async def test_an_engine_that_falls_silent_with_work_is_dropped_and_an_idle_one_is_not() -> None:
-    cluster = router.Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
+    cluster = router.Cluster(QueueLimits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
     busy, idle = [await cluster.serving(router.scripted(router.script)) for _ in range(2)]
     generation = cluster.ask([5] * 3, 30, stop=(router.STOP,))
     await cluster.dispatched()
     for engine in (busy, idle):
-        engine.connection.heard_at -= 31
-    cluster.router.sweep()
+        engine.connection.last_heard_at -= 31
+    cluster.router.enforce_limits()
     assert (busy.is_gone, idle.is_gone) == (True, False)
     await cluster.run()
     router.check_tokens(generation)
@@ -174,8 +174,8 @@ async def test_a_newcomer_gets_its_share_of_what_runs_already() -> None:
     for _ in range(5):
         first.act()
     newcomer = await cluster.serving(router.scripted(lambda prompt, seed: [7] * 99))
-    cluster.router.sweep()
-    cluster.router.sweep()
+    cluster.router.enforce_limits()
+    cluster.router.enforce_limits()
     moved = cluster.router.moves
     assert 1 <= moved < 4, "what is on its way is not counted twice"
     first.act()
@@ -197,19 +197,19 @@ async def test_nothing_is_moved_while_engines_take_new_weights_or_requests_wait(
     second = await cluster.serving(router.scripted(router.script))
     updating = asyncio.ensure_future(cluster.router.update(WeightsRef(1, "w1")))
     await cluster.dispatched()
-    cluster.router.sweep()
+    cluster.router.enforce_limits()
     assert (second.connection.version, first.connection.version, cluster.router.moves) == (0, 0, 0)
     second.act()
-    cluster.router.sweep()
+    cluster.router.enforce_limits()
     assert (second.connection.version, first.connection.version, cluster.router.moves) == (1, 0, 0)
     first.act()
     await updating
-    cluster.router.sweep()
+    cluster.router.enforce_limits()
     assert cluster.router.moves
 
 
 async def test_loading_and_standing_still_are_no_silence() -> None:
-    cluster = router.Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
+    cluster = router.Cluster(QueueLimits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
     loading = cluster.connect(router.scripted(router.script))
     frozen = await cluster.serving(router.scripted(router.script))
     cluster.ask([5] * 3, 30)
@@ -219,13 +219,13 @@ async def test_loading_and_standing_still_are_no_silence() -> None:
     frozen.act()
     await pausing
     for engine in (loading, frozen):
-        engine.connection.heard_at -= 500
-    cluster.router.sweep()
+        engine.connection.last_heard_at -= 500
+    cluster.router.enforce_limits()
     cluster.router.resume(frozen.connection.engine_id)
-    cluster.router.sweep()
+    cluster.router.enforce_limits()
     assert not loading.is_gone and not frozen.is_gone
-    frozen.connection.heard_at -= 31
-    cluster.router.sweep()
+    frozen.connection.last_heard_at -= 31
+    cluster.router.enforce_limits()
     assert frozen.is_gone
 
 
@@ -239,7 +239,7 @@ async def test_loading_and_standing_still_are_no_silence() -> None:
     ],
 )
 async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: str, sentence: str) -> None:
-    cluster = router.Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
+    cluster = router.Cluster(QueueLimits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
     if obstacle != "nobody":
         await cluster.serving(router.scripted(router.script), max_running=1)
     if obstacle == "full":
@@ -248,10 +248,10 @@ async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: st
         cluster.router.paused.add(None)
     generation = cluster.ask([5], 9, floor=3 if obstacle == "old" else 0)
     await cluster.dispatched()
-    cluster.router.sweep()
+    cluster.router.enforce_limits()
     assert not generation.is_over
     generation.waiting_since -= 61
-    cluster.router.sweep()
+    cluster.router.enforce_limits()
     with pytest.raises(ApiError, match=f"No engine sampled for this request for 60 s: {sentence}") as refused:
         await generation.progress(0)
     assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
@@ -259,7 +259,7 @@ async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: st
 
 
 async def test_a_request_frozen_for_too_long_is_refused() -> None:
-    cluster = router.Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
+    cluster = router.Cluster(QueueLimits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
     engine = await cluster.serving(router.scripted(lambda prompt, seed: [7] * 99))
     generation = cluster.ask([5], 50)
     await cluster.dispatched()
@@ -267,10 +267,10 @@ async def test_a_request_frozen_for_too_long_is_refused() -> None:
     await cluster.dispatched()
     engine.act()
     await pausing
-    cluster.router.sweep()
+    cluster.router.enforce_limits()
     assert not generation.is_over
-    engine.connection.heard_at -= 61
-    cluster.router.sweep()
+    engine.connection.last_heard_at -= 61
+    cluster.router.enforce_limits()
     with pytest.raises(ApiError, match="the engine of this request is paused"):
         await generation.progress(0)
     engine.act()
@@ -278,7 +278,7 @@ async def test_a_request_frozen_for_too_long_is_refused() -> None:
 
 
 async def test_the_line_of_waiting_requests_is_bounded() -> None:
-    cluster = router.Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
+    cluster = router.Cluster(QueueLimits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
     for _ in range(2):
         cluster.router.check_room()
         cluster.ask([5], 9)

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.routing.suspects import assign
+from sf_core.dataplane.routing.suspects import assign_trials
 from sf_core.engines import wire
 from sf_core.types import WeightsRef
 from tests.bench import dataplane
@@ -60,9 +60,9 @@ class Events:
 
     def die(self) -> None:
         if (engine := self.some_engine()) is not None:
-            unproven = [*engine.connection.unproven.values()]
+            without_token = [*engine.connection.without_token.values()]
             # twice the only suspect in a row is not by chance
-            has_chance = len(unproven) != 1 or not unproven[0].num_faults
+            has_chance = len(without_token) != 1 or not without_token[0].num_faults
             (engine.die if has_chance else engine.supersede)()
 
     def drain(self) -> None:
@@ -71,7 +71,7 @@ class Events:
 
     def take_away(self) -> None:
         if (engine := self.some_engine()) is not None:
-            self.later(self.router.take_away(engine.connection, "revoked"))
+            self.later(self.router.revoke(engine.connection, "revoked"))
 
     def pause(self) -> None:
         mode = self.draw(st.sampled_from(["freeze", "evacuate"]))
@@ -91,7 +91,7 @@ class Events:
         self.published = max(self.published, version)
 
     def sweep(self) -> None:
-        self.router.sweep()
+        self.router.enforce_limits()
 
     def cancel(self) -> None:
         if self.cluster.generations:
@@ -162,7 +162,7 @@ class Training(Events):
             self.revoked[engine] = len(engine.asked)
 
     async def take(self, engine: dataplane.router.ClusterEngine) -> None:
-        await self.router.take_away(engine.connection, "revoked")
+        await self.router.revoke(engine.connection, "revoked")
         self.released[engine] = len(engine.asked) + len(engine.told)
 
     def check(self) -> None:
@@ -212,7 +212,7 @@ def check_dispatch(cluster: dataplane.router.Cluster, asked_before: dict[int, in
     assert [g.arrival for g in waiting] == sorted(g.arrival for g in waiting if g.arrival is not None)
     if None not in router.paused:
         # work conserving: nobody waits for an engine that may take it
-        trials = assign(router.waiting.suspects, router.engines)
+        trials = assign_trials(router.waiting.suspects, router.engines)
         assert not [g for g in waiting for c in router.engines if c.can_take(g, trials.get(c))]
     by_id = {generation.request_id: generation for generation in cluster.generations}
     for engine in cluster.engines:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sf_core.dataplane.errors import EngineFailed
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.suspects import MAX_FAULTS
-from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.dataplane.routing.wait_queue import QueueLimits
 from tests import bench
 from tests.bench.dataplane import router
 from tests.bench.properties import examples
@@ -126,25 +126,25 @@ async def test_an_engine_that_ended_with_suspects_is_not_the_first_to_try_them_a
 
 
 async def test_suspects_that_no_engine_tries_are_refused_in_words_in_the_end() -> None:
-    cluster = router.Cluster(Limits(max_waiting=9, patience_s=0.0, engine_silence_s=1000.0))
+    cluster = router.Cluster(QueueLimits(max_waiting=9, patience_s=0.0, engine_silence_s=1000.0))
     engine = await cluster.serving(router.scripted(router.script))
     generation = cluster.ask([0, 5], 8)
     await cluster.dispatched()
     engine.die()
     await asyncio.sleep(0.001)
-    cluster.router.sweep()
+    cluster.router.enforce_limits()
     assert generation.refusal is not None and generation.refusal.status == 503
     told = "it may have ended an engine and must be tried alone, but no engine is connected"
     assert told in generation.refusal.message
 
 
 async def test_an_engine_that_a_request_silences_counts_as_ended() -> None:
-    cluster = router.Cluster(Limits(max_waiting=9, patience_s=1000.0, engine_silence_s=0.0))
+    cluster = router.Cluster(QueueLimits(max_waiting=9, patience_s=1000.0, engine_silence_s=0.0))
     generation = cluster.ask([0, 5], 8)
     for _ in range(MAX_FAULTS):
         await cluster.serving(router.scripted(router.script))
         await asyncio.sleep(0.001)
-        cluster.router.sweep()
+        cluster.router.enforce_limits()
         await cluster.dispatched()
     assert is_refused_as_poison(generation)
     assert "sent nothing for 0 s while it worked on this request, as an engine did before" in str(
@@ -156,20 +156,20 @@ async def test_an_engine_that_a_request_silences_counts_as_ended() -> None:
 async def test_engines_that_are_taken_away_count_nothing(end: str) -> None:
     cluster = router.Cluster()
     generation = cluster.ask([0, 5], 8)
-    leaving = list[asyncio.Task[Any]]()
+    drain_reason = list[asyncio.Task[Any]]()
     for _ in range(3 * MAX_FAULTS):
         engine = await cluster.serving(router.scripted(router.script))
         if end == "drain":
             cluster.router.drain(engine.connection, "drained")
         if end == "take_away":
-            leaving.append(asyncio.ensure_future(cluster.router.take_away(engine.connection, "revoked")))
+            drain_reason.append(asyncio.ensure_future(cluster.router.revoke(engine.connection, "revoked")))
             await cluster.dispatched()
         (engine.supersede if end == "supersede" else engine.die)()
     assert (generation.num_faults, generation.suspicion) == (0, None)
     await cluster.serving(router.scripted(router.script))
     await cluster.run()
     check_answer(generation, router.script)
-    await asyncio.gather(*leaving)
+    await asyncio.gather(*drain_reason)
 
 
 def check_answer(generation: Generation, scripted: Callable[..., list[int]] = fatal) -> None:
@@ -232,14 +232,14 @@ class Attacks:
 
     def take_away(self) -> None:
         if (engine := self.some_engine()) is not None:
-            self.pending.append(asyncio.ensure_future(self.router.take_away(engine.connection, "revoked")))
+            self.pending.append(asyncio.ensure_future(self.router.revoke(engine.connection, "revoked")))
 
     def drain(self) -> None:
         if (engine := self.some_engine()) is not None:
             self.router.drain(engine.connection, "drained")
 
     def sweep(self) -> None:
-        self.router.sweep()
+        self.router.enforce_limits()
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -278,7 +278,7 @@ async def test_any_row_may_raise_and_any_engine_may_end_at_any_step(
         else:
             check_answer(generation)
     connections = [engine.connection for engine in cluster.engines]
-    assert not any(c.in_flight or c.unproven or c.outstanding for c in connections)
+    assert not any(c.in_flight or c.without_token or c.outstanding for c in connections)
     for engine in cluster.engines:
         engine.act()
     await asyncio.wait_for(asyncio.gather(*happening.pending), bench.waits.patience())

@@ -13,7 +13,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.router import Router
-from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.dataplane.routing.wait_queue import QueueLimits
 from sf_core.dataplane.runs import claiming
 from sf_core.dataplane.runs.runners import Effort
 from sf_core.dataplane.sessions.session import Session
@@ -121,13 +121,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def ask(engine: EngineConnection, name: str) -> None:
-    engine.take(Generation(GenerationRequest(name, [1], 0, 1, (), Sampling()), floor=0), 0, 0)
+    engine.add_request(Generation(GenerationRequest(name, [1], 0, 1, (), Sampling()), floor=0), 0, 0)
 
 
 def test_engines_are_free_while_they_serve_without_a_request(clock: list[float]) -> None:
     effort = Effort()
     asked = engine()
-    others = [engine(), engine(None), engine(paused=True), engine(leaving="it trains")]
+    others = [engine(), engine(None), engine(paused=True), engine(drain_reason="it trains")]
     ask(asked, "r")
     clock[0] += 1.0
     assert effort.totals([asked, *others])["engines_free"] == 0.5
@@ -144,9 +144,9 @@ def test_requests_shorter_than_the_time_between_two_looks_are_counted(clock: lis
         ask(asked, f"first {number}")
         clock[0] += 0.5
         ask(asked, f"second {number}")
-        asked.drop(f"first {number}")
+        asked.remove_request(f"first {number}")
         clock[0] += 0.25
-        asked.drop(f"second {number}")
+        asked.remove_request(f"second {number}")
     effort.record_engines([asked])
     assert effort.totals([])["engines_free"] == 0.25
 
@@ -154,7 +154,7 @@ def test_requests_shorter_than_the_time_between_two_looks_are_counted(clock: lis
 async def test_an_engine_counts_no_time_before_its_weights_nor_of_a_pause_nor_after_it_was_told_to_leave(
     clock: list[float],
 ) -> None:
-    router = Router(WeightsRef(0, ""), Limits(8, 60.0, 60.0))
+    router = Router(WeightsRef(0, ""), QueueLimits(8, 60.0, 60.0))
     effort = Effort()
     begun = engine(None)
     router.add(begun)
@@ -169,7 +169,7 @@ async def test_an_engine_counts_no_time_before_its_weights_nor_of_a_pause_nor_af
     await pause
     clock[0] += 16.0
     router.resume()
-    begun.drop("r")
+    begun.remove_request("r")
     router.drain(begun, "it trains")
     clock[0] += 32.0
     assert effort.totals([begun])["engines_free"] == 0.25

@@ -338,8 +338,8 @@ def test_a_row_has_what_was_sampled_where_it_was_sampled(renderer: Renderer) -> 
     prompt = session.open_prompt([conversations.user("a")], [], renderer)
     generation = conversations.generation_of(prompt, sampling)
     ids = [7, 9, 8, renderer.stop_token_ids[0]]
-    generation.absorb(Chunk("r", ids[:1], [-0.5], 3, FinishReason.ABORT), "e0")
-    generation.absorb(Chunk("r", ids[1:], [-2.5, -0.25, -1.5], 4, FinishReason.STOP), "e1")
+    generation.append(Chunk("r", ids[:1], [-0.5], 3, FinishReason.ABORT), "e0")
+    generation.append(Chunk("r", ids[1:], [-2.5, -0.25, -1.5], 4, FinishReason.STOP), "e1")
     session.commit(generation, prompt, session.begin_sample(prompt, 0), assistant_message("x", [], "t"), 0)
     following = session.open_prompt(
         [conversations.user("a"), session.turns[0].message, conversations.user("b")], [], renderer
@@ -365,7 +365,7 @@ def test_turns_whose_answer_nobody_got_are_not_trained(renderer: Renderer) -> No
     key = TurnKey("s", unanswered.prompt.index, unanswered.sample)
     session.recorded.append(RecordedTurn(key, b"", unanswered.prompt, turn=unanswered, undelivered=True))
     cut = conversations.generation_of(unanswered.prompt)
-    cut.absorb(Chunk("r", [7, 8], [-1.0, -1.0], 0, FinishReason.ABORT), "engine")
+    cut.append(Chunk("r", [7, 8], [-1.0, -1.0], 0, FinishReason.ABORT), "engine")
     session.abandon(cut, unanswered.prompt, 1, assistant_message("", [], "t"))
     assert session.abandon_undelivered() == 1
     [row] = export(session, renderer)
@@ -460,7 +460,7 @@ def test_branches_that_fork_inside_an_abandoned_turn_share_what_the_longest_of_t
         prompt = session.open_prompt_from_ids(asked)
         generation = conversations.generation_of(prompt)
         logprobs = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
-        generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
+        generation.append(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
         number = session.begin_sample(prompt, 0)
         message = assistant_message("", [], f"{asked}")
         if is_given_up:
@@ -488,7 +488,7 @@ def test_what_follows_a_fork_inside_a_constrained_turn_trains(renderer: Renderer
         prompt = session.open_prompt_from_ids(asked)
         generation = conversations.generation_of(prompt, grammar=grammar)
         logprobs = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
-        generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
+        generation.append(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
         number = session.begin_sample(prompt, 0)
         session.commit(generation, prompt, number, assistant_message("", [], str(number)), 0)
 

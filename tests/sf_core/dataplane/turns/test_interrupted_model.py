@@ -77,7 +77,7 @@ async def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
         )
         for i, (prompt, budget, temperature, (stop, grammar), stream) in enumerate(asked)
     ]
-    requests = [generation.ask_for_rest(0) for generation in generations]
+    requests = [generation.remaining_request(0) for generation in generations]
     for event, index in events:
         await cluster.dispatched()
         engine = engines[index]

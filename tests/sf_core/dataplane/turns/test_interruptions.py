@@ -100,7 +100,7 @@ class Disturbances:
     def kill(self) -> None:
         # a request that may have ended an engine is refused if the next one ends by chance, too
         if self.killed is not None:
-            waits.wait_until(lambda: all(map(self._is_cleared, self.killed.unproven)))
+            waits.wait_until(lambda: all(map(self._is_cleared, self.killed.without_token)))
         engine = self.server.engines[self.leases[0]]
         engine.killed = True
         waits.wait_until(lambda: engine.died_at < math.inf or not engine.num_requests)

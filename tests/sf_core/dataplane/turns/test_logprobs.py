@@ -101,7 +101,7 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
     [generation] = session.running
     for chunk in chunks:
         if not generation.is_over:
-            generation.absorb(chunk, "e0")
+            generation.append(chunk, "e0")
         for _ in range(6):
             await asyncio.sleep(0)
     await asyncio.wait_for(reading, patience())

@@ -278,7 +278,7 @@ class Asked:
             await waits.until(lambda: turn.reader.num_read == len(generation.token_ids))
         engine.die()
         self.run.router.limits = replace(self.run.router.limits, patience_s=-1.0)
-        self.run.router.sweep()
+        self.run.router.enforce_limits()
         with pytest.raises(ApiError, match="no engine is connected"):
             await asking
         self.run.router.limits = limits_of(self.run.spec)

@@ -174,7 +174,7 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
     for chunk, loops in chunks:
         # it may have ended with a stop string before
         if not generation.is_over:
-            generation.absorb(chunk, "e0")
+            generation.append(chunk, "e0")
         for _ in range(loops):
             await asyncio.sleep(0)
     await asyncio.wait_for(forwarding, patience())
