@@ -28,7 +28,7 @@ LATE_S = 10.0
 """Bounds of Retry-After; a transaction on SQLite lasts some milliseconds, on a disk that is busy seconds."""
 
 
-class RetrySoon:
+class RetryAfterMiddleware:
     """Adds Retry-After to answers of status 503. On SQLite one of two simultaneous writers gets such an
     answer, and without the header Prefect's client retries only after two seconds. It gives up after five
     retries: while refusals follow each other, they name longer times, some eight seconds in all."""
@@ -220,7 +220,7 @@ def create_app() -> FastAPI:
     ORCHESTRATION_DEPENDENCIES["flow_policy_provider"] = _provide_policy
     app = server.create_app(final=True)
     app.add_middleware(RepeatRefused)
-    app.add_middleware(RetrySoon)
+    app.add_middleware(RetryAfterMiddleware)
     settings = get_current_settings()
     origins = settings.server.api.cors_allowed_origins.split(",")
     urls = filter(None, (settings.api.url, settings.server.ui.api_url, *origins))

@@ -17,11 +17,11 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
-from tasks.prefect_server import MOST_BYTES, RefuseStrangers, RepeatRefused, RetrySoon
+from tasks.prefect_server import MOST_BYTES, RefuseStrangers, RepeatRefused, RetryAfterMiddleware
 
 
 async def answer(status: int) -> httpx.Response:
-    transport = httpx.ASGITransport(RetrySoon(PlainTextResponse("as it was", status)))
+    transport = httpx.ASGITransport(RetryAfterMiddleware(PlainTextResponse("as it was", status)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         return await http.get("/")
 
@@ -39,7 +39,7 @@ async def test_other_answers_stay_as_they_are(status: int) -> None:
 
 async def test_a_client_that_is_refused_again_and_again_is_told_later_times_until_it_was_not() -> None:
     clock = [100.0]
-    app = RetrySoon(PlainTextResponse("as it was", 503), now=lambda: clock[0])
+    app = RetryAfterMiddleware(PlainTextResponse("as it was", 503), now=lambda: clock[0])
 
     async def told() -> float:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:

@@ -22,7 +22,7 @@ from sf_core.dataplane.gateway.dialects.checks import parse_object, refuse_unsup
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, SESSIONS, dialect_of
 from sf_core.dataplane.gateway.keys import Caller, Keys
-from sf_core.dataplane.gateway.normalised import normalise
+from sf_core.dataplane.gateway.normalisation import normalise
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Pieces
 from sf_core.engines.registry import follows_grammars
@@ -68,7 +68,7 @@ class ScriptedPolicy:
 
     def _endpoint(self, dialect: Dialect) -> Answering:
         async def answer(request: Request) -> Response:
-            caller = Caller.of(request.scope, Keys(self._key))
+            caller = Caller.from_scope(request.scope, Keys(self._key))
             if not caller.is_operator:
                 raise caller.refusal()
             body, answers = self._read(dialect, await request.body(), request.url.path)

@@ -43,7 +43,7 @@ class Forward:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            caller = Caller.of(scope, Keys(self.agents_key))
+            caller = Caller.from_scope(scope, Keys(self.agents_key))
             refusal = caller.refusal()
             refused = JSONResponse(refusal.body(), refusal.status)
             if caller.is_operator:

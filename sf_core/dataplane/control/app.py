@@ -19,9 +19,9 @@ from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.routes import router
 from sf_core.dataplane.gateway.agent_routes import REFUSALS, agent_routes
-from sf_core.dataplane.gateway.keys import KeyCheck, Keys
+from sf_core.dataplane.gateway.keys import KeyMiddleware, Keys
 from sf_core.dataplane.gateway.metrics import Metrics
-from sf_core.dataplane.gateway.observed import Observed
+from sf_core.dataplane.gateway.observed import ObservationMiddleware
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.own_addresses import OwnAddresses
 
@@ -60,8 +60,8 @@ def make_app(
             WebSocketRoute("/engines", engines),
         ],
         middleware=[
-            Middleware(Observed, metrics=metrics),
-            Middleware(KeyCheck, keys=keys, specs=lambda: [run.spec for run in plane.runs.values()]),
+            Middleware(ObservationMiddleware, metrics=metrics),
+            Middleware(KeyMiddleware, keys=keys, specs=lambda: [run.spec for run in plane.runs.values()]),
         ],
         exception_handlers=REFUSALS,
         lifespan=lifespan,

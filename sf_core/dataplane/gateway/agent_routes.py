@@ -16,18 +16,18 @@ from starlette.routing import Route
 
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, may_pass, remedy
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, dialect_of
-from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCount, TurnEndpoint
+from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCountEndpoint, TurnEndpoint
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
-from sf_core.dataplane.gateway.order import Order
+from sf_core.dataplane.gateway.order import RequestOrder
 
 
 def agent_routes(sessions: Lookup[Any]) -> list[Route]:
     """The routes that SDKs expect, for the whole data plane and for one session."""
-    order = Order()
+    order = RequestOrder()
     return [*_routes_below("", sessions, order), *_routes_below(SESSION, sessions, order)]
 
 
-def _routes_below(prefix: str, sessions: Lookup[Any], order: Order) -> list[Route]:
+def _routes_below(prefix: str, sessions: Lookup[Any], order: RequestOrder) -> list[Route]:
     def list_served(request: Request) -> list[str]:
         caller = request.scope["caller"]
         return sessions.list_models(caller)
@@ -41,11 +41,11 @@ def _routes_below(prefix: str, sessions: Lookup[Any], order: Order) -> list[Rout
             raise no_model(name)
         return _json(dialect_of(request.scope).model_entry(name))
 
-    posts: dict[str, TurnEndpoint | TokenCount] = {}
+    posts: dict[str, TurnEndpoint | TokenCountEndpoint] = {}
     for dialect in DIALECTS:
         posts |= dict.fromkeys(dialect.paths, TurnEndpoint(dialect, sessions.find_session, order))
         if (count := dialect.count) is not None:
-            counter = TokenCount(dialect, count.field, sessions.find_session)
+            counter = TokenCountEndpoint(dialect, count.field, sessions.find_session)
             posts |= dict.fromkeys(count.paths, counter)
     return [
         *(Route(prefix + path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),

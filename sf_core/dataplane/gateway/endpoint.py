@@ -19,15 +19,15 @@ from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, ContextOverflow, W
 from sf_core.dataplane.gateway.dialects.checks import (
     MAX_TOOLS_BYTES,
     Body,
-    asks_strictness,
     check_size,
     get_field,
+    has_strict_tool,
     parse_object,
     refuse_unsupported_fields,
 )
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
-from sf_core.dataplane.gateway.normalised import normalise
-from sf_core.dataplane.gateway.order import Order
+from sf_core.dataplane.gateway.normalisation import normalise
+from sf_core.dataplane.gateway.order import RequestOrder
 from sf_core.dataplane.large import SMALL_CHARACTERS, apart, is_large_body, trim_memory_after
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
@@ -53,7 +53,7 @@ FindSession = Callable[[Scope, str], tuple[LiveTurns, Session]]
 class TurnEndpoint:
     """The endpoint of a dialect that answers with turns."""
 
-    def __init__(self, dialect: Dialect, find_session: FindSession, order: Order) -> None:
+    def __init__(self, dialect: Dialect, find_session: FindSession, order: RequestOrder) -> None:
         self._dialect = dialect
         self._find_session = find_session
         self._order = order
@@ -62,7 +62,7 @@ class TurnEndpoint:
         data = await read_body(receive, MAX_BYTES_WITH_IMAGES)
         size = len(data)
         try:
-            async with self._order.of(scope["caller"].named_session):
+            async with self._order.enter(scope["caller"].named_session):
                 parsed, subscribers = await self._open_turns(data, scope)
         finally:
             trim_memory_after(size)
@@ -114,7 +114,7 @@ class TurnEndpoint:
             raise error.reword(*self._dialect.overflow) from None
 
 
-class TokenCount:
+class TokenCountEndpoint:
     """The endpoint that counts the tokens of a prompt without beginning a turn."""
 
     def __init__(self, dialect: Dialect, field: str, find_session: FindSession) -> None:
@@ -209,7 +209,7 @@ def _parse_for_run(
         placeholder.is_in(text) for request in requests for text in request.texts()
     ):
         kinds.append(PLACEHOLDERS)
-    if asks_strictness(body):
+    if has_strict_tool(body):
         kinds.append("strict")
     _, prompt_field = dialect.overflow
     without_prompt = {name: value for name, value in body.items() if name != prompt_field}

@@ -22,7 +22,7 @@ then."""
 _EMPTY_LINE: Message = {"type": "http.response.body", "body": b"\n", "more_body": True}
 
 
-class KeptAlive:
+class KeepAliveExchange:
     """`send` and `receive` of one exchange. Must be closed when the exchange is over, however it ended."""
 
     def __init__(self, receive: Receive, send: Send) -> None:

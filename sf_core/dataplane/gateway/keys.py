@@ -78,7 +78,7 @@ class Caller:
     """Session id in the URL, else in the `x-session-id` header, else in the key."""
 
     @classmethod
-    def of(cls, scope: Scope, keys: Keys) -> Caller:
+    def from_scope(cls, scope: Scope, keys: Keys) -> Caller:
         headers = dict(scope["headers"])
         path = scope["path"]
         header = next(filter(None, map(headers.get, KEY_HEADERS)), b"")
@@ -157,7 +157,7 @@ def _equals_key(sent_key: bytes, key: str) -> bool:
     return hmac.compare_digest(sent_key, key.encode()) and bool(key)
 
 
-class KeyCheck:
+class KeyMiddleware:
     """Middleware that checks every request and puts the Caller into the scope of those it lets through."""
 
     def __init__(self, app: ASGIApp, keys: Keys, specs: Callable[[], Iterable[RunSpec]]) -> None:
@@ -168,7 +168,7 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
-        caller = Caller.of(scope, self._keys)
+        caller = Caller.from_scope(scope, self._keys)
         if self._may_pass(scope, caller):
             await self._app({**scope, "caller": caller}, receive, send)
         elif scope["type"] == "websocket":

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.gateway.endpoint import ID_HEADERS
-from sf_core.dataplane.gateway.keepalive import KeptAlive
+from sf_core.dataplane.gateway.keepalive import KeepAliveExchange
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.routing.generation import Generation, submitted_by_request
 
@@ -28,7 +28,7 @@ _tracer = trace.get_tracer("seamlessflow")
 _propagator = TraceContextTextMapPropagator()
 
 
-class Observed:
+class ObservationMiddleware:
     """Middleware that wraps every request of an agent."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -78,7 +78,7 @@ class _Exchange:
         self.status = CLIENT_GONE
         self.num_bytes = 0
         self.began_at = time.monotonic()
-        self._connection = KeptAlive(receive, send)
+        self._connection = KeepAliveExchange(receive, send)
         self.receive = self._connection.receive
         self.close = self._connection.close
 

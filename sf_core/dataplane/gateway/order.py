@@ -8,11 +8,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from weakref import WeakValueDictionary
 
 
-class Order:
+class RequestOrder:
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    def of(self, session_id: str | None) -> AbstractAsyncContextManager[None]:
+    def enter(self, session_id: str | None) -> AbstractAsyncContextManager[None]:
         """A context that the requests of a session enter one by one, in the order of their arrival. None: the
         request has a session of its own."""
         if session_id is None:

@@ -276,7 +276,7 @@ def _inner_schema(answer_format: Body, name: str) -> Schema:
     return schema
 
 
-def asks_strictness(body: Body) -> bool:
+def has_strict_tool(body: Body) -> bool:
     """Whether calls of some tool must follow its schema, which the data plane does not enforce."""
     for tool in body.get("tools") or ():
         if not isinstance(tool, dict):

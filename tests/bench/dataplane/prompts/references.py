@@ -11,7 +11,7 @@ from typing import Any
 from sf_core.config.rollout_config import RolloutConfig
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
-from sf_core.dataplane.gateway.normalised import normalise
+from sf_core.dataplane.gateway.normalisation import normalise
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.dataplane.turns import opening
 from sf_core.environment_variables import select_inherited

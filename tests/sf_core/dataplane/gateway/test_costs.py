@@ -14,7 +14,7 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.checks import asks_strictness, refuse_unsupported_fields
+from sf_core.dataplane.gateway.dialects.checks import has_strict_tool, refuse_unsupported_fields
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.sessions.session import Session
 from tests.bench.dataplane import planes, worst_bodies
@@ -112,7 +112,7 @@ def test_every_field_that_a_dialect_reads_has_its_worst_bodies() -> None:
             read = worst_bodies.spy(dialect.read(body, path), (), seen)
             with nullcontext() if "item_reference" not in str(body) else suppress(ApiError):
                 dialect.parse(refuse_unsupported_fields(read, (), done), Session("s"))
-            asks_strictness(read)
+            has_strict_tool(read)
             dialect.reply(read, "s.0.0", Session("s"))
         print(path, sorted(seen - known))
         assert seen <= known

@@ -9,7 +9,7 @@ from sf_core.dataplane.runs.run import ServedRun
 from tests.bench.dataplane.run_driver import Driver
 
 REQUEST = {"type": "http", "path": "/v1/chat/completions", "headers": []}
-STRANGER = Caller.of(REQUEST, Keys("operator's key", welcomes_strangers=True))
+STRANGER = Caller.from_scope(REQUEST, Keys("operator's key", welcomes_strangers=True))
 
 
 def serving(runs: dict[str, ServedRun], model: str) -> str:

@@ -19,7 +19,7 @@ from starlette.types import Message
 from sf_core.config.failures import REASONS
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway import keepalive, observed
-from sf_core.dataplane.gateway.keepalive import KeptAlive
+from sf_core.dataplane.gateway.keepalive import KeepAliveExchange
 from tests.bench import waits
 from tests.bench.dataplane import planes
 from tests.bench.dataplane.figures import figures
@@ -214,7 +214,7 @@ async def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.Mo
         await asyncio.sleep(10)
 
     async with asyncio.timeout(waits.patience()):
-        connection = KeptAlive(nothing_comes, full)
+        connection = KeepAliveExchange(nothing_comes, full)
         watching = asyncio.ensure_future(connection.receive())
         await asyncio.sleep(0)
         for _ in range(2):
@@ -223,7 +223,9 @@ async def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.Mo
 
 
 async def test_a_watcher_that_is_cancelled_is_cancelled() -> None:
-    watching = asyncio.ensure_future(KeptAlive(nothing_comes, lambda message: asyncio.sleep(0)).receive())
+    watching = asyncio.ensure_future(
+        KeepAliveExchange(nothing_comes, lambda message: asyncio.sleep(0)).receive()
+    )
     await asyncio.sleep(0)
     watching.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -256,7 +258,7 @@ async def test_no_empty_line_comes_behind_the_end(monkeypatch: pytest.MonkeyPatc
         await asyncio.sleep(0.002)
         sent.append(message.get("body", b""))
 
-    send = KeptAlive(nothing_comes, write).send
+    send = KeepAliveExchange(nothing_comes, write).send
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for body, more in ((b"a", True), (b"b", False)):

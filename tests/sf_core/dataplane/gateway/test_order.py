@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from sf_core.dataplane.control.app import make_app
-from sf_core.dataplane.gateway.order import Order
+from sf_core.dataplane.gateway.order import RequestOrder
 from sf_core.dataplane.sessions.session import Session
 from tests.bench import waits
 from tests.bench.dataplane import specs
@@ -70,6 +70,6 @@ async def test_a_session_that_ends_meanwhile_gets_no_prompt(plane: Plane) -> Non
 
 
 async def test_a_session_without_an_id_waits_for_nobody() -> None:
-    order = Order()
-    async with order.of(None), order.of(None), order.of("a"), order.of("b"):
+    order = RequestOrder()
+    async with order.enter(None), order.enter(None), order.enter("a"), order.enter("b"):
         pass

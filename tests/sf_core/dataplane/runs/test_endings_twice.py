@@ -30,7 +30,9 @@ async def test_who_may_not_report_an_end_is_not_told_that_it_is_being_recorded(d
 
     def caller(session_id: str, key: str) -> Caller:
         headers = [(b"authorization", f"Bearer {key}".encode())]
-        return Caller.of({"type": "http", "path": f"/sessions/{session_id}", "headers": headers}, keys)
+        return Caller.from_scope(
+            {"type": "http", "path": f"/sessions/{session_id}", "headers": headers}, keys
+        )
 
     await driver.register()
     [session] = await driver.claimed("a", 1)

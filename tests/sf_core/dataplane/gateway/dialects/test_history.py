@@ -10,7 +10,7 @@ from sf_core.dataplane.chat.contents import Content
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.registry import DIALECTS
-from sf_core.dataplane.gateway.normalised import normalise
+from sf_core.dataplane.gateway.normalisation import normalise
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.request import TurnRequest
 
