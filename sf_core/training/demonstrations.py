@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.contents import LeftOut, read_content
-from sf_core.dataplane.chat.rendered import shows
+from sf_core.dataplane.chat.rendered import shows_whole_answer
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.sessions.images import SessionImages
@@ -191,7 +191,7 @@ def _turn(renderer: Renderer, rest: str, message: dict[str, Any]) -> str:
     if not ends:
         raise ValueError("the template does not end the assistant's turn with an end mark of the policy")
     turn = rest[: min(ends)]
-    if not shows(turn, message):
+    if not shows_whole_answer(turn, message):
         missing = "calls" if message.get("tool_calls") else "words"
         raise ValueError(f"the template does not render the assistant's {missing}")
     return turn

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from sf_core.cli.serving.conversation import Printer, in_words
-from sf_core.dataplane.chat.json_text import mend_json
+from sf_core.dataplane.chat.json_text import repair_json
 from sf_core.dataplane.connections import note_caller
 from sf_core.dataplane.control.client import tls
 from sf_core.dataplane.errors import ApiError
@@ -91,7 +91,7 @@ class Forward:
         if (dialect := find_dialect(path)) is None:
             return
         try:
-            sent, _ = mend_json(body)
+            sent, _ = repair_json(body)
             requests = dialect.parse(dialect.read(sent, path), Session("try"))
             messages = [message for request in requests for message in request.messages]
         except (ValueError, ApiError):  # the endpoint may know what our gateway does not

@@ -92,7 +92,7 @@ class LeftOut:
         if self._num_values > MAX_VALUES:
             raise too_many_values("The arguments of the tool calls")
 
-    def sentence(self, kind: str, where: str) -> str:
+    def omit(self, kind: str, where: str) -> str:
         """Leave a part of a tool result out, and return the text that the model sees instead."""
         self.kinds.append(kind)
         self.unseen.append(where)
@@ -131,7 +131,7 @@ def read_media(part: Any, where: str, left_out: LeftOut) -> str | Part:
     """The image of a part of Google's, or the text that replaces media that the model is not shown."""
     kind = kind_of_media(part)
     if kind != IMAGE or not left_out.is_multimodal:
-        return left_out.sentence(kind, where)
+        return left_out.omit(kind, where)
     inline = part.get("inline_data")
     data = inline.get("data") if isinstance(inline, dict) else None
     if not isinstance(data, str):
@@ -241,7 +241,7 @@ def read_result(content: Any, where: str, left_out: LeftOut) -> Content:
     for part in _list_parts(content, where):
         kind = _kind_of_part(part)
         is_shown = not kind or (kind == IMAGE and left_out.is_multimodal)
-        parts.append(part if is_shown else left_out.sentence(kind, where))
+        parts.append(part if is_shown else left_out.omit(kind, where))
     return join_result(read_parts(parts, where, left_out))
 
 

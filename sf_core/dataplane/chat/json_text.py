@@ -61,7 +61,7 @@ def read_json(text: bytes | str) -> Any:
     return _check_depth(value, text)
 
 
-def mend_json(text: bytes | str) -> tuple[Any, bool]:
+def repair_json(text: bytes | str) -> tuple[Any, bool]:
     """The value of a JSON text, and whether it was mended: a lone surrogate, which JavaScript writes for a
     character that was cut in half, becomes U+FFFD. Raises ValueError as read_json does."""
     try:

@@ -67,7 +67,7 @@ def extend_chain(key: bytes, message: Message) -> bytes:
     return blake2b(key + encode_sorted(message), digest_size=16).digest()
 
 
-def as_said(message: Message) -> Message:
+def comparable_answer(message: Message) -> Message:
     """An answer without its reasoning and name, in one part: the form in which recorded answers are
     recognised."""
     plain = {name: value for name, value in message.items() if name not in ("reasoning_content", "name")}

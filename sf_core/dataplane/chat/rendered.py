@@ -17,7 +17,7 @@ from storage import files
 from storage.run_directory import RunDirectory
 
 
-class Reader:
+class PromptChecker:
     """Renders with the tokenizer and the chat template that the run started from. Raises ValueError with one
     sentence if the run has none."""
 
@@ -26,7 +26,9 @@ class Reader:
             raise ValueError(f"run {run.run_id} has no tokenizer")
         self._renderer = Renderer(run.start_dir)
 
-    def is_as_seen(self, messages: Sequence[Message], tools: list[Tool], prompt_ids: Sequence[int]) -> bool:
+    def matches_prompt(
+        self, messages: Sequence[Message], tools: list[Tool], prompt_ids: Sequence[int]
+    ) -> bool:
         """Whether all messages but the last render to `prompt_ids`, the prompt from which the last was
         sampled. The prompt may end with the forced beginning of a call, which the rendering of the last
         message shows.
@@ -59,7 +61,7 @@ class Reader:
         yield self._renderer.decode_with_special(self._renderer.encode(rendered).tolist())
 
 
-def shows(text: str, answer: Message) -> bool:
+def shows_whole_answer(text: str, answer: Message) -> bool:
     """Whether a rendered answer holds, in any spelling, every character of the answer except white space and
     control characters, which JSON escapes. A template that drops characters, for example of old reasoning,
     has rewritten the answer."""

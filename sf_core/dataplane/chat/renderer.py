@@ -93,7 +93,7 @@ class Renderer:
         self.templates = ChatTemplates(sources)
         self.thinks = self.templates.contain(THINK_END)
         """Whether answers may begin with reasoning between think tags."""
-        self.least_tokens = TokenBound(self._tokenizer)
+        self.min_num_tokens = TokenBound(self._tokenizer)
         """Lower bound of the number of tokens of a text."""
         self.token_bytes = TokenBytes(self._tokenizer)
         self.control_tokens = control_tokens(self._tokenizer)
@@ -245,7 +245,7 @@ class Renderer:
         """Whether these messages, added after an answer, leave the rendering of earlier ones unchanged."""
         return {message["role"] for message in added} <= self._append_only_roles
 
-    def note_rewrite(self, added: list[Message]) -> None:
+    def disable_append_only(self, added: list[Message]) -> None:
         """Record that the template rewrote earlier messages despite the probes: whole conversations are
         rendered from now on."""
         if self.is_append_only(added):
@@ -348,7 +348,7 @@ same template."""
 
 def _cache(values: dict[bytes, Value], key: bytes, value: Value) -> None:
     """Add a value to a cache; if it is full, the oldest value is removed."""
-    # threads do this too (large.py): each step alone is safe
+    # threads do this too (large_requests.py): each step alone is safe
     if len(values) >= MAX_VARIANTS:
         values.pop(next(iter(list(values))), None)
     values[key] = value

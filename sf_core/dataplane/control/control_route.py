@@ -25,7 +25,7 @@ from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import parse_json
 from sf_core.dataplane.gateway.endpoint import read_body
 from sf_core.dataplane.gateway.keys import Caller
-from sf_core.dataplane.large import apart, is_large_body
+from sf_core.dataplane.large_requests import in_thread_if, is_large_body
 
 Answer = Mapping[str, Any]
 Handler = Callable[..., Awaitable[Answer | Response | None]]
@@ -85,7 +85,9 @@ class ControlRoute(Route):
             values["run"], values["session"] = plane.find_session(values["session_id"], caller)
         if "body" in self.parameters:
             data = await read_body(request.receive)
-            values["body"] = await apart(is_large_body(data), _parse_body, self.parameters["body"], data)
+            values["body"] = await in_thread_if(
+                is_large_body(data), _parse_body, self.parameters["body"], data
+            )
         if "wait_s" in self.parameters:
             values["wait_s"] = _parse_wait_s(request.query_params.get("wait_s", "0"))
         if values.get("index", 0) > MAX_INDEX:

@@ -28,7 +28,7 @@ from sf_core.dataplane.gateway.dialects.checks import (
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.gateway.normalisation import normalise
 from sf_core.dataplane.gateway.order import RequestOrder
-from sf_core.dataplane.large import SMALL_CHARACTERS, apart, is_large_body, trim_memory_after
+from sf_core.dataplane.large_requests import SMALL_CHARACTERS, in_thread_if, is_large_body, trim_memory_after
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.live_turn import LiveTurns
@@ -102,7 +102,7 @@ class TurnEndpoint:
             if requests[0].left_out.images:
                 await _store_images(requests[0], turns)
                 recheck()
-            fingerprint = await apart(
+            fingerprint = await in_thread_if(
                 parsed.is_large, RequestFingerprint.from_request, scope["headers"], data
             )
             subscribers = await open_turns(
@@ -131,7 +131,7 @@ class TokenCountEndpoint:
         await _store_images(parsed.requests[0], parsed.turns)
         is_long = len(data) > SMALL_CHARACTERS
         try:
-            num_tokens = await apart(is_long, count_tokens, parsed.turns.renderer, parsed.requests[0])
+            num_tokens = await in_thread_if(is_long, count_tokens, parsed.turns.renderer, parsed.requests[0])
         except ContextOverflow as error:
             raise error.reword(*self._dialect.overflow) from None
         finally:
@@ -160,17 +160,19 @@ async def _read_request(
     """Raises ApiError also for unsupported fields, and for parts that are not text if the run refuses them.
     `defaults`: values of fields that the body may lack."""
     is_large = is_large_body(data)
-    body, is_mended = await apart(is_large, _parse_body, data, scope, dialect, defaults or {})
+    body, was_repaired = await in_thread_if(is_large, _parse_body, data, scope, dialect, defaults or {})
     turns, session = find_session(scope, get_field(body, "model", (str,), ""))
     if turns.renderer.image_processor is None:
         _check_size(len(data))
-    return await apart(is_large, _parse_for_run, data, body, dialect, turns, session, is_mended, is_large)
+    return await in_thread_if(
+        is_large, _parse_for_run, data, body, dialect, turns, session, was_repaired, is_large
+    )
 
 
 def _parse_body(data: bytes, scope: Scope, dialect: Dialect, defaults: Body) -> tuple[Body, bool]:
     """The body, and whether characters in it were mended."""
-    sent, is_mended = parse_object(data, dialect.has_ids)
-    return dialect.read(defaults | sent, scope["path"]), is_mended
+    sent, was_repaired = parse_object(data, dialect.has_ids)
+    return dialect.read(defaults | sent, scope["path"]), was_repaired
 
 
 def _parse_for_run(
@@ -179,7 +181,7 @@ def _parse_for_run(
     dialect: Dialect,
     turns: LiveTurns,
     session: Session,
-    is_mended: bool,
+    was_repaired: bool,
     is_large: bool,
 ) -> ParsedRequest:
     settings = turns.spec.rollout
@@ -202,7 +204,7 @@ def _parse_for_run(
     if len(data) > MAX_TOOLS_BYTES:
         check_size(requests[0].tools, "tools", MAX_TOOLS_BYTES)
     kinds = [*left_out.kinds]
-    if is_mended:
+    if was_repaired:
         kinds.append(CHARACTERS)
     placeholder = turns.renderer.placeholder
     if placeholder is not None and any(

@@ -14,7 +14,14 @@ from types import MappingProxyType
 from typing import Any
 
 from sf_core.dataplane.chat.json_text import encode_sorted
-from sf_core.dataplane.chat.messages import Message, as_said, chain_keys, extend_chain, size_of, without_ids
+from sf_core.dataplane.chat.messages import (
+    Message,
+    chain_keys,
+    comparable_answer,
+    extend_chain,
+    size_of,
+    without_ids,
+)
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.sessions.tree import Turn
 
@@ -76,11 +83,11 @@ class Conversation:
             return sent if call_id is None else {**sent, "tool_call_id": call_id}
         if sent["role"] != "assistant":
             return sent
-        plain = as_said(sent)
+        plain = comparable_answer(sent)
         if extend_chain(self.keys[-1], plain) in answers:
             return sent if plain == sent else plain
         turn = answers.get(extend_chain(self.keys[-1], without_ids(plain)))
-        return sent if turn is None else as_said(turn.message)
+        return sent if turn is None else comparable_answer(turn.message)
 
     def _match_calls(self) -> dict[str, str]:
         """Recorded ids of the last answer's calls, by those that the agent sent."""

@@ -1,5 +1,5 @@
 """The tokens of a request: recorded ones as far as they match its rendering, newly encoded ones after them.
-Rendering and encoding are apart, because a long text is encoded in a thread (large.py).
+Rendering and encoding are apart, because a long text is encoded in a thread (large_requests.py).
 
 Owns where encoding begins: at a special token (docs/concepts/token-truth.md), never inside recorded tokens.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.dataplane.chat.rendered import shows
+from sf_core.dataplane.chat.rendered import shows_whole_answer
 from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError
 from sf_core.dataplane.chat.template_probes import opening_messages, render_addition
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -59,7 +59,7 @@ class Unencoded(NamedTuple):
         """Raises ContextOverflow if the request certainly has `context_length` tokens or more. Nothing is
         encoded."""
         num_recorded = self.position.offset
-        num_tokens = num_recorded + self.renderer.least_tokens(self.text, context_length - num_recorded)
+        num_tokens = num_recorded + self.renderer.min_num_tokens(self.text, context_length - num_recorded)
         if num_tokens >= context_length:
             raise ContextOverflow(num_tokens, context_length)
 
@@ -138,7 +138,7 @@ def render_request(
         return Unencoded(Position(None, 0), EMPTY_PREFIX, text, "", renderer, placeholder_expander)
     remainder = matched.prompt.rendered.remainder_of(text)
     if remainder is None:
-        renderer.note_rewrite(added)
+        renderer.disable_append_only(added)
     else:
         extension = _cut_extension(matched, remainder, added, renderer, placeholder_expander)
         if extension is not None:
@@ -187,7 +187,7 @@ def _cut_extension(
     if suffix is None:
         return None
     answer = remainder[: len(remainder) - len(suffix)]
-    if not shows(answer, turn.message):
+    if not shows_whole_answer(answer, turn.message):
         return None
     renderer.check_image_placeholders(suffix, added)
     prefix = turn.prompt.rendered.extend(answer)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from sf_core.dataplane.api_schemas import RewardBody
-from sf_core.dataplane.chat.messages import Message, as_said, extend_chain, size_of, without_ids
+from sf_core.dataplane.chat.messages import Message, comparable_answer, extend_chain, size_of, without_ids
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.routing.generation import Generation
@@ -344,7 +344,7 @@ class Session:
         self.turns.append(turn)
         self._tree.add(turn)
         self._num_bytes += turn.num_bytes
-        answer = as_said(turn.message)
+        answer = comparable_answer(turn.message)
         for spelling in (answer, without_ids(answer)):
             self._answers[extend_chain(turn.prompt.chain, spelling)] = turn
         if turn.prompt.continues is not None:

@@ -20,7 +20,7 @@ from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError
 from sf_core.dataplane.chat.tool_formats import tool_name
 from sf_core.dataplane.errors import ApiError, ContextOverflow, WrongField
-from sf_core.dataplane.large import SMALL_CHARACTERS, apart
+from sf_core.dataplane.large_requests import SMALL_CHARACTERS, in_thread_if
 from sf_core.dataplane.sessions.encoding import Draft, Encoded
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.tree import Prompt
@@ -83,11 +83,13 @@ async def open_turns(
     context_length = turns.spec.context_length
     is_large = is_large or any(_is_costly(renderer, request) for request in requests)
     drafts = [
-        await apart(is_large, _prepare_request, renderer, session, request, context_length)
+        await in_thread_if(is_large, _prepare_request, renderer, session, request, context_length)
         for request in requests
     ]
     is_long = is_large or sum(_num_characters(draft.prompt) for draft in drafts) > SMALL_CHARACTERS
-    encodings = [await apart(is_long, _encode_prompt, session, draft, context_length) for draft in drafts]
+    encodings = [
+        await in_thread_if(is_long, _encode_prompt, session, draft, context_length) for draft in drafts
+    ]
     if is_long:
         recheck()
     subscribers: list[Subscriber] = []
@@ -134,7 +136,7 @@ def _prepare_request(
     prompt = draft.prompt
     try:
         if isinstance(prompt, str):
-            _check_length(renderer.least_tokens(prompt, context_length), context_length)
+            _check_length(renderer.min_num_tokens(prompt, context_length), context_length)
         elif isinstance(prompt, Draft):
             prompt.unencoded.check_length(context_length)
         return draft._replace(grammar=_make_grammar(draft.renderer, request))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sf_core.dataplane.chat.rendered import Reader
+from sf_core.dataplane.chat.rendered import PromptChecker
 from sf_core.reports.export.atif import Atif
 from sf_core.reports.export.conversations import Format, Row, read_conversations
 from sf_core.reports.export.sharegpt import ShareGpt
@@ -66,7 +66,9 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
             exported = []
             for conversation in conversations:
                 if reader is not None:
-                    as_seen = reader.is_as_seen(*kind.render(conversation), conversation.prompt_ids.tolist())
+                    as_seen = reader.matches_prompt(
+                        *kind.render(conversation), conversation.prompt_ids.tolist()
+                    )
                     conversation.facts["as_seen"] = as_seen
                 row = kind.convert(conversation)
                 if isinstance(row, str):
@@ -81,8 +83,8 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
     return Exported(num_rows, left_out, unlike, unchecked)
 
 
-def _open_reader(run: RunDirectory) -> tuple[Reader | None, str | None]:
+def _open_reader(run: RunDirectory) -> tuple[PromptChecker | None, str | None]:
     try:
-        return Reader(run), None
+        return PromptChecker(run), None
     except ValueError as error:
         return None, str(error)

@@ -22,7 +22,7 @@ from sf_core.dataplane.chat.json_text import (
     TooDeepError,
     has_too_many_values,
     json_type_name,
-    mend_json,
+    repair_json,
 )
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -60,7 +60,7 @@ def parse_json(data: bytes, has_ids: bool = False) -> tuple[Any, bool]:
     if has_too_many_values(data, numbers=not has_ids):
         raise too_many_values("The request body")
     try:
-        return mend_json(data)
+        return repair_json(data)
     except TooDeepError:
         limit = f"at most {MAX_DEPTH} levels of JSON are read"
         raise ApiError(400, f"The request body is nested too deeply: {limit}.") from None
@@ -70,10 +70,10 @@ def parse_json(data: bytes, has_ids: bool = False) -> tuple[Any, bool]:
 
 def parse_object(data: bytes, has_ids: bool = False) -> tuple[Body, bool]:
     """`has_ids`: it may hold any number of numbers."""
-    body, is_mended = parse_json(data, has_ids)
+    body, was_repaired = parse_json(data, has_ids)
     if not isinstance(body, dict):
         raise ApiError(400, f"The request body must be a JSON object, got {json_type_name(body)}")
-    return body, is_mended
+    return body, was_repaired
 
 
 def check_conversation(messages: list[Message], where: str) -> list[Message]:
@@ -134,8 +134,8 @@ def parse_arguments(arguments: Any, left_out: LeftOut) -> dict[str, Any]:
     if isinstance(arguments, str):
         left_out.count_arguments(arguments)
         try:
-            arguments, is_mended = mend_json(arguments)
-            left_out.kinds += [CHARACTERS] * is_mended
+            arguments, was_repaired = repair_json(arguments)
+            left_out.kinds += [CHARACTERS] * was_repaired
         except ValueError:
             arguments = None
     if isinstance(arguments, dict):

@@ -14,7 +14,13 @@ import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.contents import IMAGE
-from sf_core.dataplane.chat.messages import Message, as_said, assistant_message, chain_keys, list_image_parts
+from sf_core.dataplane.chat.messages import (
+    Message,
+    assistant_message,
+    chain_keys,
+    comparable_answer,
+    list_image_parts,
+)
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, Dialect, Reply
@@ -250,10 +256,10 @@ class DialectTests:
         body = self._reply({}).whole([answer])
         [request] = self.dialect.parse(self.next_request(body), Session("s"))
         sent_back = [
-            as_said(message) if message["role"] == "assistant" else message
+            comparable_answer(message) if message["role"] == "assistant" else message
             for message in request.messages[:2]
         ]
-        assert chain_keys([], sent_back) == chain_keys([], [HI, as_said(answer.message)])
+        assert chain_keys([], sent_back) == chain_keys([], [HI, comparable_answer(answer.message)])
         assert request.messages[1].get("reasoning_content") == answer.message.get("reasoning_content")
 
     def _parse(self, change: Fields) -> list[TurnRequest]:

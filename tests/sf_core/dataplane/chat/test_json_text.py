@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sf_core.dataplane.chat.json_text import MAX_DEPTH, TooDeepError, mend_json, read_json
+from sf_core.dataplane.chat.json_text import MAX_DEPTH, TooDeepError, read_json, repair_json
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import parse_json
 
@@ -20,11 +20,11 @@ def test_what_is_read_can_be_written_inside_of_records() -> None:
         value = read_json(text)
         assert msgspec.json.decode(msgspec.json.encode(value)) == value == read_json(text.encode())
     for levels in (MAX_DEPTH + 1, 1000, 100_000):
-        for read in (read_json, mend_json):
+        for read in (read_json, repair_json):
             with pytest.raises(TooDeepError):
                 read(nested(levels))
         with pytest.raises(TooDeepError):
-            mend_json(f'["\\ud83d", {nested(levels - 1)}]'.encode())
+            repair_json(f'["\\ud83d", {nested(levels - 1)}]'.encode())
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_what_is_read_can_be_written_inside_of_records() -> None:
 def test_half_a_character_is_mended(text: str | bytes, value: Any) -> None:
     with pytest.raises(ValueError):
         read_json(text)
-    assert mend_json(text) == (value, True)
+    assert repair_json(text) == (value, True)
 
 
 def test_whole_characters_are_not_touched() -> None:
     text = json.dumps(["\U0001f600", "\ufffd", "naïve"])
-    assert mend_json(text) == (read_json(text), False)
+    assert repair_json(text) == (read_json(text), False)
 
 
 @pytest.mark.parametrize(

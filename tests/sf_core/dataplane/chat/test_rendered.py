@@ -14,7 +14,7 @@ from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.dataplane.chat.rendered import Reader
+from sf_core.dataplane.chat.rendered import PromptChecker
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.reports.export.export import export
 from storage.run_directory import RunDirectory
@@ -205,7 +205,7 @@ def test_a_rendering_has_one_placeholder_for_each_image(tmp_path: Path) -> None:
     record = dataplane.conversations.Record(renderer)
     seen, spans = record.read(record.session.open_prompt(messages, [], renderer))
     assert [span.length for span in spans] == [4, 4]
-    reader = Reader(run)
+    reader = PromptChecker(run)
     answer = {"role": "assistant", "content": "yes"}
-    assert reader.is_as_seen([*messages, answer], [], seen)
-    assert not reader.is_as_seen([{"role": "user", "content": [image]}, answer], [], seen)
+    assert reader.matches_prompt([*messages, answer], [], seen)
+    assert not reader.matches_prompt([{"role": "user", "content": [image]}, answer], [], seen)

@@ -53,7 +53,7 @@ def test_no_text_has_fewer_tokens(tokenizers: list[Tokenizer], text: str) -> Non
 
 def test_a_text_that_is_far_too_long_is_seen(renderer: Renderer) -> None:
     for text in ("the log says 12 errors at /usr/lib/x.py:30\n", " ", "naïve 数学 "):
-        assert renderer.least_tokens(text * 200_000, 2048) >= 2048
+        assert renderer.min_num_tokens(text * 200_000, 2048) >= 2048
 
 
 def test_tokens_that_drop_text_have_no_bound() -> None:

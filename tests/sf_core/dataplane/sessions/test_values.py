@@ -50,8 +50,8 @@ def test_a_value_comes_back_as_it_was_sampled(
     path = dialect.paths[0].replace("{model:path}", "policy")
 
     def asked(said: Sequence[Any]) -> Any:
-        sent, is_mended = parse_object(json.dumps(body(said) | {"model": "policy"}).encode())
-        assert not is_mended
+        sent, was_repaired = parse_object(json.dumps(body(said) | {"model": "policy"}).encode())
+        assert not was_repaired
         [request] = dialect.parse(dialect.read(sent, path), record.session)
         assert request.left_out.kinds == []
         return request

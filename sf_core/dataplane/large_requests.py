@@ -42,7 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def apart(is_large: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def in_thread_if(is_large: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Do the work, in a thread if the request is large, and return its result."""
     if not is_large:
         return work(*args, **kwargs)

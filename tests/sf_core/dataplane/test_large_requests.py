@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from sf_core.dataplane.large import apart
+from sf_core.dataplane.large_requests import in_thread_if
 from tests.bench.waits import until
 
 
@@ -18,9 +18,9 @@ async def test_two_large_requests_are_worked_on_at_a_time_and_small_ones_do_not_
         go_on.wait()
         return number
 
-    large = [asyncio.ensure_future(apart(True, work, number)) for number in range(4)]
+    large = [asyncio.ensure_future(in_thread_if(True, work, number)) for number in range(4)]
     await until(lambda: len(running) == 2)
-    assert await apart(False, lambda: "small") == "small"
+    assert await in_thread_if(False, lambda: "small") == "small"
     assert running == [0, 1]
     go_on.set()
     assert await asyncio.gather(*large) == [0, 1, 2, 3]
