@@ -236,7 +236,7 @@ async def _record_session(run: ServedRun, session_id: str) -> None:
         message = assistant_message("", [], session.turn_id(prompt, key.sample))
         turn = session.commit(generation, prompt, key.sample, message, 0)
         prompts = [NewPrompt.from_prompt(prompt) for prompt in session.pop_unrecorded_prompts()]
-        run.journal.note(Begun(key, 0, b"", prompts))
+        run.journal.append_later(Begun(key, 0, b"", prompts))
         await run.journal.append(TurnEnded.from_turn(key, turn, 0))
         ids = [*prompt.full_ids(), *sampled]
 

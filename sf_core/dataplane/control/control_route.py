@@ -68,7 +68,7 @@ class ControlRoute(Route):
     async def _answer(self, request: Request) -> Response:
         values = await self._read(request)
         answering = self._handler(**{name: values[name] for name in self.parameters})
-        answer = await (values["run"].journal.attend(answering) if self.recorded else answering)
+        answer = await (values["run"].journal.await_unless_failing(answering) if self.recorded else answering)
         if self.confirmed:
             await values["run"].confirm()
         if isinstance(answer, Response):

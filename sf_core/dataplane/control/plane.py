@@ -88,7 +88,7 @@ class DataPlane:
         """Open a run, or begin another attempt on it."""
         async with self._registering:
             # an old flow must not take the journal from a newer one that works elsewhere
-            if await Fence(lambda: _open_directory(spec).is_superseded(spec.attempt)).has_passed():
+            if await Fence(lambda: _open_directory(spec).is_superseded(spec.attempt)).is_superseded():
                 raise ApiError.superseded(spec.run_id, spec.attempt)
             run = self.runs.get(spec.run_id)
             if run is not None and not await run.journal.resume():
@@ -102,10 +102,10 @@ class DataPlane:
                     run = await self._begin_anew(run, spec)
                 elif await begin_attempt(run, spec):
                     self.sealers[spec.run_id].forget()
-                await run.journal.attend(run.journal.flush())
+                await run.journal.await_unless_failing(run.journal.flush())
                 stale = [engine for engine in run.router.engines if engine.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
-            run.journal.name_attempt(spec.attempt)
+            run.journal.set_attempt(spec.attempt)
             if self._open_runs is not None:
                 self._open_runs.add(spec.run_id, run.journal.path)
             return run
@@ -113,7 +113,9 @@ class DataPlane:
     async def _open(self, spec: RunSpec) -> ServedRun:
         journal = self._open_journal(spec)
         try:
-            run = await journal.attend(open_run(spec, journal, self._options.grace_s, self.memory))
+            run = await journal.await_unless_failing(
+                open_run(spec, journal, self._options.grace_s, self.memory)
+            )
         except BaseException:
             await journal.close()
             raise
@@ -132,7 +134,7 @@ class DataPlane:
 
     def _serve(self, run: ServedRun) -> None:
         run.turns.note_failed = partial(self._note_failed, run)
-        run.journal.name_attempt(run.spec.attempt)
+        run.journal.set_attempt(run.spec.attempt)
         self.runs[run.spec.run_id] = run
         self.sealers[run.spec.run_id] = Sealer(run)
         self.stores[run.spec.run_id] = ExternalSessions(run)
@@ -167,7 +169,7 @@ class DataPlane:
         run = self._open_run(body.run_id, caller)
         if body.policy not in (None, run.spec.served_model):
             raise no_model(str(body.policy))
-        return await run.journal.attend(open_session(run, body, caller.is_operator))
+        return await run.journal.await_unless_failing(open_session(run, body, caller.is_operator))
 
     async def declare(self, run_id: str, body: GroupBody, caller: Caller) -> list[Session]:
         """Open the sessions of an external group. Raises ApiError 429 while no batch has a place for it,
@@ -175,7 +177,7 @@ class DataPlane:
         run = self._open_run(run_id, caller)
         if body.split == "train" and not run.spec.rollout.outside_groups:
             raise _takes_no_groups(run_id)
-        if sessions := await run.journal.attend(declare_group(run, body, caller.is_operator)):
+        if sessions := await run.journal.await_unless_failing(declare_group(run, body, caller.is_operator)):
             return sessions
         raise _no_place(run, body)
 
@@ -243,7 +245,7 @@ class DataPlane:
         """Let another data plane have a run that no flow works on."""
         if run.is_at_rest and not self._registering.locked():
             with suppress(ApiError):
-                await run.journal.attend(run.journal.rest())
+                await run.journal.await_unless_failing(run.journal.release())
 
     async def sweep(self) -> None:
         last = time.monotonic()
@@ -255,7 +257,7 @@ class DataPlane:
             for run in list(self.runs.values()):
                 try:
                     with suppress(ApiError):
-                        await run.journal.attend(sweep_run(run, elapsed))
+                        await run.journal.await_unless_failing(sweep_run(run, elapsed))
                     if run.journal.is_lost:
                         self._take_away(list(run.router.engines), run, "another data plane has the run")
                     else:

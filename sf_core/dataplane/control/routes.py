@@ -91,7 +91,7 @@ async def finish(plane: DataPlane, caller: Caller, session_id: str, body: api_sc
     run = plane.find_ended(session_id, caller)
     if run is None or not endings.answer_late(run, session_id, body):
         run, session = plane.find_session(session_id, caller)
-        if not await run.journal.attend(endings.finish(run, session, body)):
+        if not await run.journal.await_unless_failing(endings.finish(run, session, body)):
             raise no_session(session_id)
     await run.confirm()
 

@@ -23,7 +23,7 @@ class Event(msgspec.Struct, array_like=True):
     """
 
 
-def reader(kind: Any) -> Callable[[bytes], Any]:
+def make_decoder(kind: Any) -> Callable[[bytes], Any]:
     """A function that decodes a value of this type, or union of types. It raises ValueError for other
     values."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_field).decode

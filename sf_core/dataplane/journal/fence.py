@@ -24,7 +24,7 @@ class Fence:
         self._asking: asyncio.Future[bool] | None = None
         self._next: asyncio.Future[bool] | None = None
 
-    async def has_passed(self) -> bool:
+    async def is_superseded(self) -> bool:
         """Whether a later attempt has begun, by a question that began after this call. Raises ApiError 503 if
         the storage does not answer."""
         if self._next is None:

@@ -51,7 +51,7 @@ class Journal:
     """Appends from one event loop, in order. The loop hands bytes to the kernel, which takes microseconds;
     one thread does the slow work: fsync, reading, rewriting. Writes during an fsync share the next one.
 
-    This process owns it from the first read or append until `rest` or `close`. All methods that read or
+    This process owns it from the first read or append until `release` or `close`. All methods that read or
     wait raise ApiError 409 if another process owns it."""
 
     def __init__(self, path: Path, fsync: Fsync = "turn", owner: Owner | None = None) -> None:
@@ -104,15 +104,15 @@ class Journal:
         """Whether no other process can own the journal now."""
         return self._file.ownership.is_enforced
 
-    def name_attempt(self, attempt: int) -> None:
+    def set_attempt(self, attempt: int) -> None:
         """Tell other processes that want the journal the attempt of the run that uses it."""
-        self._file.ownership.name_attempt(attempt)
+        self._file.ownership.set_attempt(attempt)
 
-    async def rest(self) -> None:
+    async def release(self) -> None:
         """Let other processes own the journal until the next read or append, which finds out if one did."""
         if self._file.ownership.is_held and not self.is_lost:
             await self.flush()
-            await self._exclusively(lambda: self._file.rest)
+            await self._exclusively(lambda: self._file.release)
 
     async def resume(self) -> bool:
         """Own the journal again. False if it is lost: then it must be closed and opened anew."""
@@ -124,21 +124,21 @@ class Journal:
         """Write nothing from now on, and let other processes own the journal."""
         self._mark_lost(error)
         async with self._exclusive:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._file.rest)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._file.release)
 
-    def note(self, event: Event) -> None:
+    def append_later(self, event: Event) -> None:
         """Write an event together with the next append, for events that only matter once another follows."""
         self._frames.append(frame(event))
 
     async def append(self, event: Event) -> None:
         """Returns when the event is on disk, however long that takes. Raises ApiError 503 if the journal is
         closed before."""
-        self.note(event)
+        self.append_later(event)
         await self.flush()
 
     async def append_chunk(self, event: Event) -> None:
         """Returns when the event survives this process; with fsync "chunk", when it is on disk."""
-        self.note(event)
+        self.append_later(event)
         await self.flush_chunk()
 
     async def flush(self) -> None:
@@ -165,7 +165,7 @@ class Journal:
         if self.failure is not None:
             raise self._refusal(self.failure)
 
-    async def attend(self, work: Awaitable[T]) -> T:
+    async def await_unless_failing(self, work: Awaitable[T]) -> T:
         """Await `work`, which appends. Raises ApiError 503 if the journal cannot be written meanwhile; the
         work then continues in the background until the journal can be written."""
         working = asyncio.ensure_future(work)
@@ -197,7 +197,7 @@ class Journal:
             if self._frames:
                 log.error("%s: %d records are lost", self.path, len(self._frames))
             self._refuse_all(self.failure)
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._file.rest)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._file.release)
         self._thread.shutdown()
 
     def _write_soon(self, waiting: list[Waiter]) -> Waiter:
@@ -274,7 +274,7 @@ class Journal:
     def _handle_failure(self, error: OSError) -> None:
         self._end_retrying()
         if isinstance(error, NotOwnedError):
-            self._file.ownership.free()
+            self._file.ownership.release()
             return self._mark_lost(error)
         self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_if_free)
         if self.failure is None:

@@ -63,16 +63,16 @@ class JournalFile:
         """Whether this process made the file."""
         self._file: FileIO | None = None
 
-    def take(self) -> None:
-        """Own the file, until `rest` or `close`."""
+    def acquire(self) -> None:
+        """Own the file, until `release` or `close`."""
         if self.ownership.is_held:
             return
-        self.ownership.take()
+        self.ownership.acquire()
         try:
             if self._is_known:
                 self._check_unchanged()
         except BaseException:
-            self.ownership.free()
+            self.ownership.release()
             raise
 
     def read(self, decode: Callable[[bytes], E]) -> Iterator[list[E]]:
@@ -83,7 +83,7 @@ class JournalFile:
             self._remember(None, 0)
         if self._is_known and self._identity is None:
             return
-        self.take()
+        self.acquire()
         if self._is_known:
             self._check_unchanged()
         with open(self.path, "r+b", opener=private) as file:
@@ -161,17 +161,17 @@ class JournalFile:
 
     def resume(self) -> None:
         """Own the file again, if it is unchanged."""
-        self.take()
+        self.acquire()
         if self._is_known:
             self._check_unchanged()
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Let other processes own the file until this one appends, reads or rewrites again."""
         self._close()
-        self.ownership.free()
+        self.ownership.release()
 
     def _open(self) -> None:
-        self.take()
+        self.acquire()
         if not self._is_ours and self.path.exists():
             self._copy()
         self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes

@@ -51,7 +51,7 @@ class Ownership:
         """Whether no other process can hold the lock."""
         return self._lock is not None and self._lock.is_enforced
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Raises NotOwnedError that names the holder if another process has the lock."""
         self._journal.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -60,13 +60,13 @@ class Ownership:
             raise NotOwnedError(explain_held(self._journal, error.facts), "run_held") from None
         self._describe_owner()
 
-    def name_attempt(self, attempt: int) -> None:
+    def set_attempt(self, attempt: int) -> None:
         """Tell other processes the attempt of the run that uses the journal."""
         if attempt != self._attempt:
             self._attempt = attempt
             self._describe_owner()
 
-    def free(self) -> None:
+    def release(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None

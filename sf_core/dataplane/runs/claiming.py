@@ -58,7 +58,7 @@ async def claim(run: ServedRun, body: ClaimBody) -> tuple[list[Session], bool]:
             session.began_at = run.state.serving_s
     if any(session.answer is None for session in sessions):
         # if this is refused, the runner does not name them in its next claim, and they are taken back
-        await run.journal.attend(run.journal.flush())
+        await run.journal.await_unless_failing(run.journal.flush())
     return sessions, _is_released(run, body.runner)
 
 
@@ -134,7 +134,7 @@ async def _note_tasks(run: ServedRun, tasks: Mapping[str, TaskName]) -> None:
             run.record(events.Named(session_id, task.task_id, task.environment))
             refuse_other_task(run, session)
     if tasks:
-        await run.journal.attend(run.journal.flush_chunk())
+        await run.journal.await_unless_failing(run.journal.flush_chunk())
 
 
 def _is_released(run: ServedRun, name: str) -> bool:

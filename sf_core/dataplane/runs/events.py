@@ -11,7 +11,7 @@ import msgspec
 
 from sf_core.config.failures import Reason
 from sf_core.dataplane.api_schemas import RunSpec
-from sf_core.dataplane.journal.events import Event, reader
+from sf_core.dataplane.journal.events import Event, make_decoder
 from sf_core.dataplane.runs.ledger import Batch
 from sf_core.dataplane.sessions.claims import Claim, is_external
 from sf_core.dataplane.sessions.finished import FinishedSession, JudgedSession
@@ -178,7 +178,7 @@ def finished(result: FinishedSession) -> Finished:
     return Judged(result) if isinstance(result, JudgedSession) else Finished(result)
 
 
-read_event: Callable[[bytes], RunEvent] = reader(RunEvent)
+read_event: Callable[[bytes], RunEvent] = make_decoder(RunEvent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memo
     else:
         state = await _new_state(spec, memory)
         run = await _serve(state, journal, grace_s)
-        run.journal.note(Registered(spec))
+        run.journal.append_later(Registered(spec))
     try:
         await journal.flush()
     except ApiError:
@@ -114,7 +114,7 @@ async def begin_anew(run: ServedRun, spec: RunSpec) -> ServedRun:
     spec = spec.model_copy(update={"first_attempt": first})
     run.memory.watchers.discard(run.changed)
     fresh = await _serve(_replace(run.state, spec), run.journal, run.turns.grace_s)
-    run.journal.note(Registered(spec))
+    run.journal.append_later(Registered(spec))
     return fresh
 
 
@@ -255,7 +255,7 @@ async def begin_attempt(run: ServedRun, spec: RunSpec) -> bool:
     run.take_over(_register(run.state, spec, past))
     if starts_over:
         _judge_past(run)
-    run.journal.note(Registered(spec))
+    run.journal.append_later(Registered(spec))
     return starts_over
 
 

@@ -169,7 +169,7 @@ class ServedRun:
     def record(self, event: RunEvent) -> None:
         """Note an event in the journal and do what it does. What that means is told to nobody before the
         journal is flushed."""
-        self.journal.note(event)
+        self.journal.append_later(event)
         for session, reason in self.state.apply(event):
             self.part(session, reason)
 
@@ -185,7 +185,7 @@ class ServedRun:
             return
         self.refuse_superseded()
         attempt = self.spec.attempt
-        if not await self._fence.has_passed():
+        if not await self._fence.is_superseded():
             return
         # perhaps its flow is about to register it here
         if await self.changed.until(lambda: self.spec.attempt > attempt, REGISTRATION_S):
@@ -200,7 +200,7 @@ class ServedRun:
     async def refuse_taken_over(self) -> None:
         """Raises ApiError 409 if a later attempt at another data plane may have gone on with this journal."""
         shares = self._shares_journal and not self.journal.is_exclusive
-        if shares and await self._fence.has_passed():
+        if shares and await self._fence.is_superseded():
             raise ApiError.superseded(self.spec.run_id, self.spec.attempt)
 
     def refuse_superseded(self) -> None:

@@ -232,7 +232,7 @@ class ExternalSessions:
     async def close(self) -> None:
         """Stop storing; returns when nothing is being written, or the journal cannot be."""
         with suppress(ApiError):
-            await self._run.journal.attend(self._end())
+            await self._run.journal.await_unless_failing(self._end())
 
     async def _end(self) -> None:
         async with self._one_at_a_time:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sf_core.dataplane.journal.events import Event, reader
+from sf_core.dataplane.journal.events import Event, make_decoder
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.tree import LastTurnBoundary, PrefixDigest, Prompt, Turn
 from sf_core.types import Chunk, FinishReason, Ids, Sampling
@@ -192,7 +192,7 @@ class Overflowed(Event, tag="overflowed"):
 
 TurnEvent = Begun | Sampled | TurnEnded | Delivered | Overflowed
 
-read_turn_event: Callable[[bytes], TurnEvent] = reader(TurnEvent)
+read_turn_event: Callable[[bytes], TurnEvent] = make_decoder(TurnEvent)
 
 
 @dataclass(slots=True, eq=False)

@@ -87,7 +87,7 @@ class LiveTurns:
         journal cannot be written."""
         if self.includes(session) and not session.has_overflowed:
             session.has_overflowed = True
-            await self.journal.attend(self.journal.append_chunk(Overflowed(session.session_id)))
+            await self.journal.await_unless_failing(self.journal.append_chunk(Overflowed(session.session_id)))
 
     def abandon_undelivered(self, session: Session) -> None:
         """At the end of a session, exclude answers from training that no client received."""
@@ -149,7 +149,7 @@ class LiveTurn:
         self._grace_s = turns.grace_s if can_be_retried else 0.0
         if self._journal is not None and is_new:
             prompts = [NewPrompt.from_prompt(prompt) for prompt in session.pop_unrecorded_prompts()]
-            self._journal.note(Begun(recorded.key, nth, fingerprint.digest, prompts))
+            self._journal.append_later(Begun(recorded.key, nth, fingerprint.digest, prompts))
         self._serving = asyncio.ensure_future(self._serve())
 
     def _make_generation(
@@ -245,7 +245,7 @@ class LiveTurn:
             self.recorded.delivered = True
             self.recorded.undelivered = False
             if self._journal is not None:
-                self._journal.note(Delivered(self.recorded.key))
+                self._journal.append_later(Delivered(self.recorded.key))
 
     def _cancel(self) -> None:
         """Stop sampling. The tokens sampled so far are not trained on."""
@@ -359,7 +359,7 @@ class LiveTurn:
             recorded.turn = session.abandon(generation, self.prompt, sample, message)
             event = TurnEnded.from_turn(recorded.key, recorded.turn, self._num_recorded)
         if self._journal is not None and event is not None:
-            self._journal.note(event)
+            self._journal.append_later(event)
 
     async def _wait_until_recorded(self, appending: Awaitable[None]) -> None:
         journal = self._turns.journal

@@ -147,7 +147,7 @@ class Served:
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             journal = Journal(Path(folder) / "run.journal")
             for event in (*head, *filter(keep, written)):
-                journal.note(event)
+                journal.append_later(event)
             await journal.flush()
             again = await reopen_run(journal, 10.0, MemoryBudget())
             assert again is not None
@@ -184,7 +184,7 @@ class Served:
         prompts = [NewPrompt.from_prompt(prompt) for prompt in session.pop_unrecorded_prompts()]
         key = TurnKey(session.session_id, turn.prompt.index, turn.sample)
         for event in (Begun(key, 0, b"", prompts), TurnEnded.from_turn(key, turn, 0), Delivered(key)):
-            self.run.journal.note(event)
+            self.run.journal.append_later(event)
         return turn
 
     async def end(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.dataplane.journal.events import Event, encode, reader
+from sf_core.dataplane.journal.events import Event, encode, make_decoder
 from sf_core.types import Ids
 
 
@@ -23,7 +23,7 @@ class Arrays(Event, tag="arrays"):
 
 
 TYPES = {"ids": "i4", "logprobs": "f4", "trained": "?", "counts": "i8", "written_out": "u1", "parts": "f8"}
-read = reader(Arrays)
+read = make_decoder(Arrays)
 
 
 @given(st.binary(max_size=64), st.integers(0, 3))

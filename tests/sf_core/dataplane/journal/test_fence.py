@@ -25,10 +25,10 @@ async def test_who_comes_during_a_question_shares_the_next_one() -> None:
         return answer
 
     fence = Fence(ask)
-    early = asyncio.ensure_future(fence.has_passed())
+    early = asyncio.ensure_future(fence.is_superseded())
     await until(lambda: begun)
     has_later = True
-    late = [asyncio.ensure_future(fence.has_passed()) for _ in range(100)]
+    late = [asyncio.ensure_future(fence.is_superseded()) for _ in range(100)]
     await asyncio.sleep(0)
     assert len(begun) == 1, "one question at a time"
     may_answer.release(2)
@@ -49,15 +49,15 @@ async def test_a_storage_that_does_not_answer_is_asked_again_by_the_next_caller(
 
     fence = Fence(ask)
     with pytest.raises(ApiError, match="later attempt of the run has begun: s3://b/run: ") as refused:
-        await fence.has_passed()
+        await fence.is_superseded()
     assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
-    assert not await fence.has_passed()
+    assert not await fence.is_superseded()
 
 
 async def test_who_stops_waiting_does_not_stop_the_others() -> None:
     may_answer = threading.Event()
     fence = Fence(lambda: may_answer.wait(patience()))
-    waiting = [asyncio.ensure_future(fence.has_passed()) for _ in range(2)]
+    waiting = [asyncio.ensure_future(fence.is_superseded()) for _ in range(2)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     await asyncio.sleep(0)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.journal.events import Event, reader
+from sf_core.dataplane.journal.events import Event, make_decoder
 from sf_core.dataplane.journal.journal import Fsync, Journal
 from tests.bench import waits
 from tests.bench.dataplane.full_disk import full_own_disk
@@ -88,7 +88,7 @@ async def test_a_journal_that_another_version_wrote_is_refused_and_stays_as_it_i
     before = path.read_bytes()
     told = r"a\.journal was written by another version .* remove the file"
     with pytest.raises(ApiError, match=told) as refused:
-        async for _ in Journal(path).replay(reader(Weather)):
+        async for _ in Journal(path).replay(make_decoder(Weather)):
             pass
     assert refused.value.status == 409
     assert path.read_bytes() == before
@@ -165,13 +165,13 @@ async def test_zeros_behind_the_last_record_are_no_records(tmp_path: Path) -> No
 @pytest.mark.parametrize("fsync", ["turn", "chunk", "group"])
 async def test_notes_and_chunks_keep_their_place_among_records(tmp_path: Path, fsync: Fsync) -> None:
     journal = Journal(tmp_path / "a.journal", fsync)
-    journal.note({"n": 0})
+    journal.append_later({"n": 0})
     chunk = asyncio.ensure_future(journal.append_chunk({"n": 1}))
     await asyncio.sleep(0)
-    journal.note({"n": 2})
+    journal.append_later({"n": 2})
     await asyncio.gather(chunk, journal.append({"n": 3}))
     assert [record["n"] async for record in journal.replay(decode)] == [0, 1, 2, 3]
-    journal.note({"n": 4})
+    journal.append_later({"n": 4})
     await journal.close()
     assert [record["n"] for record in await read(tmp_path / "a.journal")] == [0, 1, 2, 3, 4]
 
@@ -187,7 +187,7 @@ async def test_what_a_full_disk_does_not_take_is_written_in_its_place_once_there
     with full_own_disk(1000):
         waiting = [asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))]
         await waits.until(lambda: journal.failure is not None)
-        journal.note({"n": 2})
+        journal.append_later({"n": 2})
         waiting.append(asyncio.ensure_future(journal.append_chunk({"n": 3})))
         await asyncio.wait(waiting, timeout=0.1)
         assert [task.done() for task in waiting] == [False, False]
@@ -270,10 +270,10 @@ async def test_who_is_attended_hears_at_once_that_the_disk_is_full_and_the_work_
     with full_own_disk(1000):
         for n in range(2):
             with pytest.raises(ApiError, match=f"journal in {tmp_path}: File too large. Free") as refused:
-                await journal.attend(work(n))
+                await journal.await_unless_failing(work(n))
             assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
     await waits.until(lambda: done == [0, 1])
-    assert await journal.attend(work(2)) == 2
+    assert await journal.await_unless_failing(work(2)) == 2
     await journal.close()
     assert [record["n"] for record in await read(tmp_path / "a.journal")] == [0, 1, 2]
 

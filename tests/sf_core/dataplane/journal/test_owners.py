@@ -57,7 +57,7 @@ async def begun(path: Path, *records: int, owner: Owner | None = None) -> Journa
 async def test_a_second_owner_is_refused_with_the_name_of_the_first_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
     first = await begun(path, 1, owner=Owner("http://127.0.0.1:7", str(tmp_path)))
-    first.name_attempt(3)
+    first.set_attempt(3)
     second = Journal(path)
     with pytest.raises(ApiError) as refused:
         await read(second)
@@ -134,14 +134,14 @@ async def test_a_journal_whose_folder_is_moved_or_removed_is_not_written_any_mor
 async def test_a_journal_at_rest_is_resumed_unless_another_process_had_it(tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
     first = await begun(path, 1)
-    await first.rest()
+    await first.release()
     assert await first.resume()
     await first.append(2)
-    await first.rest()
+    await first.release()
     second = await begun(path, 3)
     assert not await first.resume(), "the second has it"
     await first.close()
-    await second.rest()
+    await second.release()
     third = await begun(path, 4)
     await third.close()
     assert not await second.resume(), "the third had it"
@@ -216,7 +216,7 @@ class Writers:
             "append": lambda: self.append(writer),
             "two": lambda: asyncio.gather(self.append(writer), self.append(writer)),
             "compact": lambda: journal.compact(decode, lambda: ([], lambda record: True)),
-            "rest": journal.rest,
+            "rest": journal.release,
             "resume": journal.resume,
             "close": lambda: self.drop(writer).close(),
             "kill": lambda: self.kill(writer),
@@ -248,7 +248,7 @@ class Writers:
         self.sent.append(record := len(self.sent))
         await journal.append(record)
         fence = Fence(lambda: self.directory.is_superseded(attempt))
-        if journal.is_exclusive or not await fence.has_passed():
+        if journal.is_exclusive or not await fence.is_superseded():
             self.acknowledged.append(record)
 
     async def kill(self, writer: int) -> None:
