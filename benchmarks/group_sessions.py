@@ -157,7 +157,7 @@ def lengths_with(spare: int, sigma: float, batches: int) -> Lengths:
     found = Lengths(sigma)
 
     def work(manager: Rollout, claims: Sequence[Claim]) -> None:
-        for _, members in groupby(claims, key=lambda claim: claim.place.group):
+        for _, members in groupby(claims, key=lambda claim: claim.slot.group):
             lengths = dict(zip(own := list(members), random.lognormal(0, sigma, len(own)), strict=True))
             counted = []
             for claim in sorted(own, key=lengths.__getitem__):

@@ -144,12 +144,12 @@ class Fleet:
 
     def drop(self, groups: Container[int]) -> None:
         """End the sessions of these groups, waiting or running."""
-        self._waiting = [entry for entry in self._waiting if entry[2].claim.place.group not in groups]
+        self._waiting = [entry for entry in self._waiting if entry[2].claim.slot.group not in groups]
         heapify(self._waiting)
         for engine in self.engines:
             self._advance(engine)
             for session in [session for session, _ in engine.running.values()]:
-                if session.claim.place.group in groups:
+                if session.claim.slot.group in groups:
                     self._leave(engine, session)
             self._note_busy(engine)
             self._wake_later(engine)

@@ -20,7 +20,7 @@ class Rollout(Ledger):
         """Give out the sessions of a new external group; none if there is no place for it."""
         claims = decide.declare(self, size)
         if claims:
-            self.declare(claims[0].place.group, size)
+            self.declare(claims[0].slot.group, size)
         return self._give_out(claims)
 
     def claim_held_out(self, limit: int) -> list[Claim]:

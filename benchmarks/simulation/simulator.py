@@ -355,7 +355,7 @@ class _Simulation:
         """Claim every session that may run, and submit its first turn."""
         claims = self._manager.claim(1 << 30)
         self._fleet.submit(
-            [SimulatedSession(claim, self._turns(claim.place.group, claim.place.member)) for claim in claims]
+            [SimulatedSession(claim, self._turns(claim.slot.group, claim.slot.member)) for claim in claims]
         )
 
     def _go_on(self, session: SimulatedSession) -> None:
@@ -369,7 +369,7 @@ class _Simulation:
 
     def _ask_again(self, session: SimulatedSession) -> None:
         self._num_in_tools -= 1
-        if session.claim.place.group in self._manager.groups:
+        if session.claim.slot.group in self._manager.groups:
             self._fleet.submit([session])
 
     def _drop(self, groups: list[int]) -> None:
@@ -379,7 +379,7 @@ class _Simulation:
             self._oldest.pop(group, None)
 
     def _finish(self, session: SimulatedSession) -> None:
-        group = session.claim.place.group
+        group = session.claim.slot.group
         if self._manager.group_of(session.claim) is None:
             # the group was dropped at the moment this session ended, or is complete without it
             return
@@ -390,7 +390,7 @@ class _Simulation:
         self._oldest[group] = min(self._oldest.get(group, session.min_version), session.min_version)
         self._recent.append(length)
         # rewards differ, so that every group counts
-        reward = float(session.claim.place.member)
+        reward = float(session.claim.slot.member)
         result = Result(reward, reward, length, "finished")
         self._manager.end(session.claim, result, session.min_version)
         if self._manager.groups[group].is_complete:

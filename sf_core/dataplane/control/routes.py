@@ -56,7 +56,7 @@ async def declare_group(
 ) -> Answer:
     sessions = await plane.declare(run_id, body, caller)
     run = plane.run(run_id)
-    places = [session.claim.place for session in sessions if session.claim]
+    places = [session.claim.slot for session in sessions if session.claim]
     return {
         # of a held-out one, the policy version that is evaluated
         "group": places[0].group,

@@ -111,10 +111,10 @@ def straggler(run: ServedRun) -> Straggler | None:
         return None
     oldest = min(counting, key=lambda session: (session.began_at, session.started_at))
     assert oldest.claim is not None
-    place = oldest.claim.place
+    slot = oldest.claim.slot
     return {
         "session": oldest.session_id,
-        "group": place.group if place.split == "train" else None,
+        "group": slot.group if slot.split == "train" else None,
         "age_s": round(max(0.0, run.state.serving_s - oldest.began_at), 1),
     }
 

@@ -89,7 +89,7 @@ def worth(ledger: Ledger, claim: Claim, reason: Reason, can_train: bool) -> floa
         return None
     rules = ledger.rules
     rule = rules.on_failure.rule_for(reason) if can_train else "retry_then_exclude"
-    num_failures = group.members[claim.place.member].num_failures + 1
+    num_failures = group.members[claim.slot.member].num_failures + 1
     is_last = group.is_external or num_failures >= rules.session_attempts
     ends = rule == "zero" or (is_last and (rule == "retry_then_zero" or group.split == "holdout"))
     return rules.failed_reward if ends else None

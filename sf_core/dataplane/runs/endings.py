@@ -189,7 +189,7 @@ def _score_again(run: ServedRun, session: Session, report: FinishBody) -> None:
     run.record(events.Unjudged(session.session_id, error, report.judgements))
     if session.num_unjudged < run.spec.rollout.session_attempts:
         return
-    if claim.place.split == "train":
+    if claim.slot.split == "train":
         _reject_judged(run, claim)
     else:
         _end_unjudged(run, session, claim, report, error)
@@ -198,7 +198,7 @@ def _score_again(run: ServedRun, session: Session, report: FinishBody) -> None:
 def _end_unjudged(run: ServedRun, session: Session, claim: Claim, report: FinishBody, error: str) -> None:
     """End a held-out session without a reward. As long as none of its evaluation was judged it stays, and the
     run ends when that is so of all."""
-    group = run.state.ledger.evaluations.get(claim.place.group)
+    group = run.state.ledger.evaluations.get(claim.slot.group)
     if group is None:
         return
     if any(result.status not in REASONS for result in group.results):
@@ -299,7 +299,7 @@ def _decide_end(
 ) -> events.Finished | events.Failed:
     """What is recorded of a session that a runner was given: its result, or a failure that is worth none.
     `error` is the reason of a failure."""
-    if claim.place.split == "train" and not result.trajectories and result.status not in REASONS:
+    if claim.slot.split == "train" and not result.trajectories and result.status not in REASONS:
         has_overflowed = result.status == "finished_after_overflow"
         result.status = "context_overflow" if has_overflowed else "agent_error"
         error = "the agent finished without an answer from the policy"
@@ -382,7 +382,7 @@ def _explain_other_task(state: RunState, session: Session) -> str:
     """Why a run ends in which other sessions of the group are named after another task than this one: rewards
     are compared within a group. Empty if they are not."""
     claim = session.claim
-    if not session.task_id or claim is None or claim.is_external or claim.place.split != "train":
+    if not session.task_id or claim is None or claim.is_external or claim.slot.split != "train":
         return ""
     named = {(session.task_id, session.environment)}
     if group := state.ledger.train_group_of(claim):
@@ -394,5 +394,5 @@ def _explain_other_task(state: RunState, session: Session) -> str:
     )
     return (
         f"{state.spec.tasks} gave different tasks for equal arguments: sessions of group "
-        f"{claim.place.group} got {named_tasks}. Equal arguments must give equal tasks, in every process"
+        f"{claim.slot.group} got {named_tasks}. Equal arguments must give equal tasks, in every process"
     )

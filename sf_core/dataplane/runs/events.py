@@ -207,7 +207,7 @@ class Needed:
         def counts(claim: Claim | None) -> bool:
             if claim is None:
                 return False
-            split, group, _ = claim.place
+            split, group, _ = claim.slot
             return group in self.groups if split == "train" else group >= self.newest_evaluation
 
         def is_needed(event: RunEvent) -> bool:

@@ -70,14 +70,14 @@ class Group:
 
     def note_started(self, claim: Claim, version: int) -> None:
         """Note that a token of the session may have been sampled by this version or a later one."""
-        member = self.members[claim.place.member]
+        member = self.members[claim.slot.member]
         if member.min_version is None:
             member.min_version = version
             self._count()
 
     def reopen(self, claim: Claim) -> None:
         """Open the place of a running session again, without counting a failure."""
-        member = self.members[claim.place.member]
+        member = self.members[claim.slot.member]
         if member.is_running(claim.attempt):
             member.progress = Progress.OPEN
             member.min_version = None
@@ -85,7 +85,7 @@ class Group:
 
     def open(self, claim: Claim) -> None:
         """Give out a session, unless a later attempt at it was given out."""
-        member = self.members[claim.place.member]
+        member = self.members[claim.slot.member]
         if claim.attempt > member.attempt:
             self.note_given_out(claim)
             member.progress = Progress.RUNNING
@@ -94,7 +94,7 @@ class Group:
 
     def note_given_out(self, claim: Claim) -> None:
         """Note a claim: neither its number nor its draws are reused."""
-        member = self.members[claim.place.member]
+        member = self.members[claim.slot.member]
         member.attempt = max(member.attempt, claim.attempt)
         member.num_failures = max(member.num_failures, claim.draw)
 
@@ -105,7 +105,7 @@ class Group:
             member.num_failures = before.num_failures
 
     def finish(self, claim: Claim, result: Result | None, min_version: int | None) -> None:
-        member = self.members[claim.place.member]
+        member = self.members[claim.slot.member]
         member.progress = Progress.DONE
         member.attempt = claim.attempt
         member.result = result
@@ -115,7 +115,7 @@ class Group:
     def fail(self, claim: Claim) -> int:
         """Open the place again; returns how often its sessions have failed by now."""
         self.reopen(claim)
-        member = self.members[claim.place.member]
+        member = self.members[claim.slot.member]
         member.num_failures += 1
         return member.num_failures
 
@@ -127,7 +127,7 @@ class Group:
             self.lost = reason
             return
         self.need = min(self.need, left)
-        member = self.members[claim.place.member]
+        member = self.members[claim.slot.member]
         member.progress = Progress.CUT
         member.min_version = None
         self._count()

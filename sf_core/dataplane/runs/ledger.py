@@ -199,18 +199,18 @@ class Ledger:
     def group_of(self, claim: Claim) -> Group | None:
         """The group of a session, if it still counts."""
         group = self._group(claim)
-        running = group is not None and group.members[claim.place.member].is_running(claim.attempt)
+        running = group is not None and group.members[claim.slot.member].is_running(claim.attempt)
         return group if running else None
 
     def train_group_of(self, claim: Claim | None) -> Group | None:
         """The group of a training session, accepted or in flight; None for any other session."""
-        return self.groups.get(claim.place.group) if claim and claim.place.split == "train" else None
+        return self.groups.get(claim.slot.group) if claim and claim.slot.split == "train" else None
 
     def is_done(self, claim: Claim) -> bool:
         """Whether a batch or an evaluation that is not written yet needs the session's result."""
         if (group := self._group(claim)) is None:
             return False
-        member = group.members[claim.place.member]
+        member = group.members[claim.slot.member]
         return member.progress is Progress.DONE and member.attempt == claim.attempt
 
     @property
@@ -225,7 +225,7 @@ class Ledger:
     def task_of(self, claim: Claim) -> TaskRef:
         """The task of a session that was given out."""
         group = self._group(claim)
-        return TaskRef("", claim.place.group) if group is None or group.pick is None else group.pick.task
+        return TaskRef("", claim.slot.group) if group is None or group.pick is None else group.pick.task
 
     def list_incomplete(self) -> list[Group]:
         """The run's own groups that are not complete."""
@@ -254,9 +254,9 @@ class Ledger:
     def _group(self, claim: Claim) -> Group | None:
         if claim.attempt < self.first_attempt:
             return None
-        groups = self.groups if claim.place.split == "train" else self.evaluations
-        group = groups.get(claim.place.group)
-        return group if group is not None and claim.place.member < group.size else None
+        groups = self.groups if claim.slot.split == "train" else self.evaluations
+        group = groups.get(claim.slot.group)
+        return group if group is not None and claim.slot.member < group.size else None
 
     def _add(self, group: Group) -> None:
         is_last = next(reversed(self.groups), -1) < group.index

@@ -186,7 +186,7 @@ async def read_events(journal: Journal) -> AsyncGenerator[RunEvent]:
 def _list_own_groups(opened: Opened) -> list[int]:
     """The groups of the run's own of which sessions were given out."""
     claims = [session.claim for session in opened.facts if session.claim and not session.claim.is_external]
-    return sorted({claim.place.group for claim in claims if claim.place.split == "train"})
+    return sorted({claim.slot.group for claim in claims if claim.slot.split == "train"})
 
 
 class Past(NamedTuple):
@@ -226,7 +226,7 @@ async def _past_events(spec: RunSpec, journal: Journal, num_events: int | None) 
                     pass
                 case Rejected() | Opened() | Admitted():
                     past.append(event)
-                case Finished(result) if result.claim is not None and result.claim.place.split == "train":
+                case Finished(result) if result.claim is not None and result.claim.slot.split == "train":
                     if not result.claim.is_external:
                         past.append(event)
     return past

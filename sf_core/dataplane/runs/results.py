@@ -32,7 +32,7 @@ MAX_LOGGED_ENDS = 4096
 class Results:
     def __init__(self, memory: MemoryBudget) -> None:
         self._memory = memory
-        self.by_place: dict[SessionSlot, FinishedSession] = {}
+        self.by_slot: dict[SessionSlot, FinishedSession] = {}
         """Results of claimed sessions, for their batches and evaluations."""
         self.external: dict[str, FinishedSession] = {}
         """Results of external sessions, by id, in the order in which the journal has them."""
@@ -42,7 +42,7 @@ class Results:
     def add(self, slot: SessionSlot, result: FinishedSession) -> None:
         """Keep a result for its batch or evaluation, until `drop`."""
         self.drop(slot)
-        self.by_place[slot] = result
+        self.by_slot[slot] = result
         self._memory.add(result)
 
     def add_external(self, result: FinishedSession) -> None:
@@ -51,20 +51,20 @@ class Results:
         self._memory.add(result)
 
     def drop(self, slot: SessionSlot) -> FinishedSession | None:
-        if (result := self.by_place.pop(slot, None)) is not None:
+        if (result := self.by_slot.pop(slot, None)) is not None:
             self._memory.remove(result)
         return result
 
     def drop_groups(self) -> None:
         """Drop all results of training groups."""
-        for slot in list(self.by_place):
+        for slot in list(self.by_slot):
             if slot.split == "train":
                 self.drop(slot)
         self.cut.clear()
 
     def drop_evaluations(self, version: int) -> None:
         """Drop the results of the evaluation of a version, and of earlier ones."""
-        for slot in list(self.by_place):
+        for slot in list(self.by_slot):
             if slot.split == "holdout" and slot.group <= version:
                 self.drop(slot)
 
@@ -74,7 +74,7 @@ class Results:
                 self._memory.remove(result)
 
     def drop_all(self) -> None:
-        for slot in list(self.by_place):
+        for slot in list(self.by_slot):
             self.drop(slot)
         self.drop_external(list(self.external))
         self.cut.clear()
@@ -122,7 +122,7 @@ def fault_of(report: FinishBody | RewardBody, session: Session) -> ApiError | No
 def fault_of_parts(report: FinishBody, claim: Claim, spec: RunSpec) -> ApiError | None:
     """What is wrong with the reward of a training session without the part that says whether it was right."""
     success = spec.rollout.success
-    if success is None or success.part is None or claim.place.split == "holdout":
+    if success is None or success.part is None or claim.slot.split == "holdout":
         return None
     reported_parts = sorted(name for name, value in report.reward_parts.items() if value is not None)
     if success.part in reported_parts:
@@ -195,7 +195,7 @@ class Ends:
             self._external.add(session_id)
         self._digests[session_id] = digest
         if claim is not None:
-            self._groups[claim.place.split, claim.place.group].append(session_id)
+            self._groups[claim.slot.split, claim.slot.group].append(session_id)
             return
         self._logged.append(session_id)
         if len(self._logged) > MAX_LOGGED_ENDS:

@@ -259,7 +259,7 @@ class ServedRun:
 
     def open(self, facts: list[OpenedSession]) -> list[Session]:
         """Open sessions, in one event for each group, which is needed no longer than its group."""
-        for _, sessions in groupby(facts, lambda session: session.claim and session.claim.place[:2]):
+        for _, sessions in groupby(facts, lambda session: session.claim and session.claim.slot[:2]):
             self.record(events.Opened(list(sessions)))
         return [self.sessions[fact.session_id] for fact in facts]
 

@@ -162,7 +162,7 @@ class Sealer:
         if group is None or not group.is_complete:
             raise ApiError(409, f"the evaluation of version {version} is not done")
         slots = [SessionSlot("holdout", version, task) for task in range(group.size)]
-        sessions = [results.by_place[slot] for slot in slots if slot in results.by_place]
+        sessions = [results.by_slot[slot] for slot in slots if slot in results.by_slot]
         answer = await write_sessions(run, "evaluations", version, f"evaluation-{attempt}", sessions)
         run.state.close_evaluation(version)
         by_environment: dict[str, list[float]] = defaultdict(list)

@@ -98,7 +98,7 @@ class RunState:
                 self.forget(claim.session_id(self.spec.run_id))
                 self.ends.note(claim.session_id(self.spec.run_id), claim, report)
                 self.recent.note_failed(error, claim)
-                if claim.place.split == "train":
+                if claim.slot.split == "train":
                     self.recent.discarded[reason] += 1
                 ledger.fail(claim, reason)
                 return self._end_surplus(claim)
@@ -148,22 +148,22 @@ class RunState:
 
     def judges(self, session: Session) -> bool:
         """Whether its answer is scored together with those of its group."""
-        is_training = session.claim is not None and session.claim.place.split == "train"
+        is_training = session.claim is not None and session.claim.slot.split == "train"
         return self.spec.judges_groups and is_training and not session.is_external
 
     def sessions_of(self, split: str, group: int) -> list[Session]:
         """The open sessions of a group, in order of their places."""
-        sessions = [s for s in self.sessions.values() if s.claim and s.claim.place[:2] == (split, group)]
+        sessions = [s for s in self.sessions.values() if s.claim and s.claim.slot[:2] == (split, group)]
         return sorted(sessions, key=lambda session: session.claim or ())
 
     def slots_of(self, group: int) -> list[SessionSlot]:
         """Places of a training group that have a result."""
         slots = (SessionSlot("train", group, member) for member in range(self.ledger.largest_group))
-        return [slot for slot in slots if slot in self.results.by_place]
+        return [slot for slot in slots if slot in self.results.by_slot]
 
     def results_of(self, groups: Iterable[int]) -> list[FinishedSession]:
         """Results of these groups, in order."""
-        return [self.results.by_place[slot] for group in groups for slot in self.slots_of(group)]
+        return [self.results.by_slot[slot] for group in groups for slot in self.slots_of(group)]
 
     def tasks_of(self, group: Group) -> set[tuple[str, str]]:
         """Id and environment of each task that sessions of a group have named."""
@@ -172,7 +172,7 @@ class RunState:
             claim = Claim(SessionSlot(group.split, group.index, index), member.attempt)
             if session := self.sessions.get(claim.session_id(self.spec.run_id)):
                 named.append(session)
-            if result := self.results.by_place.get(claim.place):
+            if result := self.results.by_slot.get(claim.slot):
                 named += result.trajectories[:1]
         return {(rows.task_id, rows.environment) for rows in named if rows.task_id}
 
@@ -245,13 +245,13 @@ class RunState:
     def _open(self, event: events.Opened) -> None:
         for session in event.sessions():
             claim = session.claim
-            if claim is not None and claim.is_external and claim.place.split == "train":
-                self.ledger.declare(claim.place.group, len(event.facts))
+            if claim is not None and claim.is_external and claim.slot.split == "train":
+                self.ledger.declare(claim.slot.group, len(event.facts))
             if claim is None or self.ledger.open(claim) or claim.is_external:
                 if session.is_external or not self.spec.rollout.prepare_ahead:
                     session.began_at = self.serving_s
-                if claim is not None and claim.place.split == "holdout":
-                    session.floor = claim.place.group
+                if claim is not None and claim.slot.split == "holdout":
+                    session.floor = claim.slot.group
                 self.sessions[session.session_id] = session
                 self.memory.add(session)
 
@@ -310,7 +310,7 @@ class RunState:
         counted = result_of(result, self.spec.rollout.success)
         self.ledger.finish(claim, counted, result.min_version)
         if self.ledger.is_done(claim):
-            self.results.add(claim.place, result)
+            self.results.add(claim.slot, result)
         elif claim.is_external:
             self._keep_untrained(result)
         return self._end_surplus(claim)

@@ -35,7 +35,7 @@ class SessionSlot(NamedTuple):
 class Claim(NamedTuple):
     """A session given to a runner, or to an external agent."""
 
-    place: SessionSlot
+    slot: SessionSlot
     attempt: int
     """Number of earlier claims on the slot."""
     draw: int = 0
@@ -45,8 +45,8 @@ class Claim(NamedTuple):
     """Whether the session was given to an external agent, see ExternalMode."""
 
     def session_id(self, run_id: str) -> str:
-        letter = "g" if self.place.split == "train" else "e"
-        return f"{run_id}.{letter}{self.place.group}.{self.place.member}.a{self.attempt}"
+        letter = "g" if self.slot.split == "train" else "e"
+        return f"{run_id}.{letter}{self.slot.group}.{self.slot.member}.a{self.attempt}"
 
 
 def is_external(claim: Claim | None) -> bool:

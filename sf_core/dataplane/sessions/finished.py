@@ -111,7 +111,7 @@ def finish_session(
 def _group_id(spec: RunSpec, session: Session) -> str | None:
     if (claim := session.claim) is None:
         return session.group
-    return f"{spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None
+    return f"{spec.run_id}.g{claim.slot.group}" if claim.slot.split == "train" else None
 
 
 def judge_status(session: Session, report: FinishBody) -> Status:

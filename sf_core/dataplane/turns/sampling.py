@@ -21,7 +21,7 @@ def choose_sampling(
     if claim is None:
         seed = secrets.randbits(64) if request.seed is None else (request.seed + nth) % 2**64
         return replace(request.sampling, seed=seed)
-    seed = derive_seed(spec.seed, claim.place, prompt_index, sample, claim.draw)
+    seed = derive_seed(spec.seed, claim.slot, prompt_index, sample, claim.draw)
     return Sampling(spec.rollout.temperature, spec.rollout.top_p, spec.rollout.top_k, seed)
 
 

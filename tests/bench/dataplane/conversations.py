@@ -185,8 +185,8 @@ class Record:
 
     def restart(self) -> None:
         self.session = self.replayed()
-        by_place = {(turn.prompt.index, turn.sample): turn for turn in self.session.turns}
-        self.turns = [(asked, by_place[turn.prompt.index, turn.sample]) for asked, turn in self.turns]
+        by_slot = {(turn.prompt.index, turn.sample): turn for turn in self.session.turns}
+        self.turns = [(asked, by_slot[turn.prompt.index, turn.sample]) for asked, turn in self.turns]
 
     def _note(self, event: TurnEvent) -> None:
         self.journal.append(read_turn_event(encode(event)))

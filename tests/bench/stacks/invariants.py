@@ -155,7 +155,7 @@ class Snapshot:
         results = [event.result for event in events if isinstance(event, Finished)]
         return cls(
             committed,
-            [session for session in results if session.claim and session.claim.place.split == "train"],
+            [session for session in results if session.claim and session.claim.slot.split == "train"],
         )
 
     def lost(self, config: RunConfig) -> list[str]:
@@ -177,7 +177,7 @@ class Snapshot:
         seen: Counter[int] = Counter()
         for session in self.finished:
             assert session.claim is not None
-            group = session.claim.place.group
+            group = session.claim.slot.group
             seen[group] += 1
             # the rest ended while the session was recorded with which its group was complete
             if group in consumed and seen[group] <= most.get(group, seen[group]):

@@ -74,8 +74,8 @@ class Judges(Runners):
     def to_judge(self) -> list[Session]:
         """Answers of one group that a runner has."""
         given = [s for s in self.run.sessions.values() if s.answer is not None and s.runner]
-        group = given[0].claim.place.group if given and given[0].claim else None
-        return [s for s in given if s.claim is not None and s.claim.place.group == group]
+        group = given[0].claim.slot.group if given and given[0].claim else None
+        return [s for s in given if s.claim is not None and s.claim.slot.group == group]
 
     async def judge_group(self) -> None:
         await self.report_all(self.to_judge(), status="finished", reward=1.0)

@@ -170,8 +170,8 @@ class Served:
         """What a runner is given that has these sessions."""
         body = ClaimBody(runner=f"{name}{self.spec['attempt']}", max=limit, work=work, running=list(running))
         sessions = (await claiming.claim(self.run, body))[0]
-        groups = Counter(s.claim.place.group for s in sessions if s.claim and s.answer is not None)
-        self.given_with |= {s.session_id: groups[s.claim.place.group] for s in sessions if s.claim}
+        groups = Counter(s.claim.slot.group for s in sessions if s.claim and s.answer is not None)
+        self.given_with |= {s.session_id: groups[s.claim.slot.group] for s in sessions if s.claim}
         return sessions
 
     def sample(self, session: Session, ids: Sequence[int] | None = None, *before: Any) -> conversations.Turn:

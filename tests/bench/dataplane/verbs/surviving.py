@@ -25,7 +25,7 @@ def surviving(run: ServedRun) -> dict[str, Any]:
     ended = [*ledger.ended_by.get(last, ()), *ledger.ended]
     results = {
         place: (*rows_of(result), state.ends.find(result.session_id))
-        for place, result in state.results.by_place.items()
+        for place, result in state.results.by_slot.items()
     }
     sessions = sorted(run.sessions.items())
     return {

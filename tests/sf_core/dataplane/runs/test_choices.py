@@ -25,7 +25,7 @@ def progress(m: Rollout, group: int) -> str:
 def test_a_group_is_complete_with_the_sessions_that_it_needs_and_the_others_are_cut() -> None:
     m = manager(spare_sessions=2)
     first, second, third, fourth, *_ = m.claim(100)
-    assert fourth.place[1:] == (0, 3), "two are needed and two are spare"
+    assert fourth.slot[1:] == (0, 3), "two are needed and two are spare"
     rollouts.finish_all(m, [second], reward=0.5)
     assert not m.groups[0].is_complete and m.groups[0].num_left == 1
     m.lose(first)
@@ -62,12 +62,12 @@ def test_a_group_goes_on_without_those_that_failed_for_good_down_to_the_least(le
     first, second, third, *_ = m.claim(3)
     assert m.end_failed(first, "agent_error") == []
     [again] = m.claim(1)
-    assert again.place == first.place, "it is tried again first"
+    assert again.slot == first.slot, "it is tried again first"
     assert m.end_failed(again, "agent_error") == []
     assert (progress(m, 0), m.groups[0].need) == ("CUT RUNNING RUNNING", 2)
     rollouts.finish_all(m, [second])
     m.end_failed(third, "agent_error")
-    [last] = [claim for claim in m.claim(1) if claim.place == third.place]
+    [last] = [claim for claim in m.claim(1) if claim.slot == third.slot]
     assert m.end_failed(last, "agent_error") == ([0] if least == 2 else [])
     assert m.rejected == ({0: "agent_error"} if least == 2 else {})
     if least == 1:
@@ -94,7 +94,7 @@ def test_a_curriculum_is_told_of_a_group_when_it_leaves_and_not_before() -> None
     m = manager(curriculum=POOL, gate=Varied())
     claims = m.claim(4 * 2)
     for claim in claims[2:]:
-        m.end(claim, got(float(claim.place.member)), 0)
+        m.end(claim, got(float(claim.slot.member)), 0)
     picks = {index: group.pick for index, group in m.groups.items()}
     assert decide.readiness(m, 0).ready and m.tasks.past == {}
     rollouts.finish_all(m, claims[:2])
@@ -124,7 +124,7 @@ def test_a_task_of_which_most_is_right_gets_fewer_sessions() -> None:
     rollouts.finish_all(m, m.claim(4))
     m.seal_next(0)
     m.set_version(1)
-    assert [claim.place[1:] for claim in m.claim(100)] == [(1, 0), (1, 1)]
+    assert [claim.slot[1:] for claim in m.claim(100)] == [(1, 0), (1, 1)]
 
 
 def test_stages_go_by_the_batch_that_a_group_would_fill() -> None:
@@ -189,7 +189,7 @@ def test_what_ended_while_a_batch_was_written_is_told_with_the_next_one() -> Non
     again = rollouts.begun_as(m, **rules)
     for which in (m, again):
         for claim in claims[:2]:
-            which.finish(claim, got(float(claim.place.member)), 0)
+            which.finish(claim, got(float(claim.slot.member)), 0)
     batch = m.seal_next(0)
     for which in (m, again):
         for claim in claims[2:]:

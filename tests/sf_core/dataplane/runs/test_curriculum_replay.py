@@ -137,4 +137,4 @@ async def test_without_its_journal_a_run_goes_on_with_what_its_directory_tells(
     tasks = driver.ledger.tasks
     assert (tasks.past, tasks.positions) == (expected.past, expected.positions)
     [session] = await driver.claimed("a", 1)
-    assert session.claim is not None and session.claim.place.group not in done
+    assert session.claim is not None and session.claim.slot.group not in done

@@ -36,7 +36,7 @@ def count_begun(driver: dataplane.run_driver.Driver) -> int:
 def check_account(driver: dataplane.run_driver.Driver) -> None:
     """The account of what is held is exact."""
     state = driver.run.state
-    results = [*state.results.by_place.values(), *state.results.external.values()]
+    results = [*state.results.by_slot.values(), *state.results.external.values()]
     for session in state.sessions.values():
         state.memory.weigh(session)
     held = [*state.sessions.values(), *results]
@@ -97,10 +97,10 @@ async def test_members_of_groups_that_have_begun_and_held_out_sessions_are_given
     assert driver.plane.memory.is_full
     assert work_of(driver.run)["agent"] == 2, "no more runners are asked for than the group needs"
     others = await driver.claimed("b", 10)
-    assert [s.claim.place for s in (*first, *others) if s.claim] == [("train", 0, 0), ("train", 0, 1)]
+    assert [s.claim.slot for s in (*first, *others) if s.claim] == [("train", 0, 0), ("train", 0, 1)]
     await driver.evaluate(3)
     held_out = await driver.claimed("b", 10, others[0].session_id)
-    assert [s.claim.place for s in held_out if s.claim] == [("holdout", 0, task) for task in range(3)]
+    assert [s.claim.slot for s in held_out if s.claim] == [("holdout", 0, task) for task in range(3)]
     group = driver.ledger.evaluations[0]
     assert "memory" not in evaluation_status(driver.run, group)["waiting_for"]
 

@@ -52,7 +52,7 @@ async def test_every_session_that_finished_is_in_one_batch_or_stored_by_itself_w
         await driver.do(*operations)
         await driver.check_restart()
         await driver.plane.release(driver.run)
-        waiting = {result.session_id for result in driver.run.state.results.by_place.values()}
+        waiting = {result.session_id for result in driver.run.state.results.by_slot.values()}
         trained, kept = (stored(driver.folder / "run", kind) for kind in ("trajectories", "opened"))
         assert set(kept.values()) <= {1} and set(trained.values()) <= {1}
         assert not trained.keys() & kept.keys() and not waiting & (trained.keys() | kept.keys())

@@ -46,11 +46,11 @@ async def test_a_run_that_starts_over_finds_its_results_also_when_that_is_replay
 ) -> None:
     await driver.register(group_size=group_size, groups_per_batch=4, gate="all")
     await driver.play()
-    assert len(driver.run.state.results.by_place) == 3
+    assert len(driver.run.state.results.by_slot) == 3
     for attempt, folder in ((2, "another"), (3, "third")):
         await driver.move(folder)
         await driver.register(attempt=attempt, iteration=5)
-        results = driver.run.state.results.by_place
+        results = driver.run.state.results.by_slot
         assert [len(result.trajectories) for result in results.values()] == [1] * num_kept
         held = [*results.values(), *driver.run.sessions.values()]
         assert driver.plane.memory.num_bytes == sum(item.num_bytes for item in held)
@@ -77,7 +77,7 @@ async def test_nothing_that_a_run_did_before_it_began_anew_counts(
     if restarts == "after":
         await driver.restart()
     state = driver.run.state
-    assert (state.results.by_place, [*state.results.external]) == ({}, [outside.session_id])
+    assert (state.results.by_slot, [*state.results.external]) == ({}, [outside.session_id])
     assert (state.ledger.groups, state.ledger.evaluations, state.sessions) == ({}, {}, {})
     await driver.evaluate(1)
     sessions = await driver.claimed("b", 3)
@@ -108,7 +108,7 @@ async def test_after_the_loss_of_all_processes_the_flow_decides_where_to_go_on(
     if committed == 0:
         # the first group is gone with its journal: it is done again, the others are still there
         assert (driver.ledger.next_batch, driver.ledger.next_group) == (0, 0)
-        assert sorted(place.group for place in driver.run.state.results.by_place) == [1, 2]
+        assert sorted(place.group for place in driver.run.state.results.by_slot) == [1, 2]
     [session] = await driver.claimed("b", 1)
     assert session.session_id == "run.g3.0.a1", "what was given out is given out again first"
     if committed == 0:

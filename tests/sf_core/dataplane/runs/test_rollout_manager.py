@@ -22,7 +22,7 @@ from tests.sf_core.dataplane.runs import rollouts
 
 def test_whole_groups_are_given_out_in_index_order() -> None:
     claims = rollouts.manager().claim(5)
-    assert [(c.place.group, c.place.member) for c in claims] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert [(c.slot.group, c.slot.member) for c in claims] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
 
 
 def test_no_more_groups_are_admitted_than_the_lag_bound_allows() -> None:
@@ -41,7 +41,7 @@ def test_while_memory_is_full_groups_of_the_next_batch_are_begun_one_at_a_time()
     # a group that has begun is given out whole, and none beside it
     assert decide.num_open_sessions(m, is_full=True) == 1
     [second] = m.claim(100, is_full=True)
-    assert (first.place.group, second.place.group) == (0, 0)
+    assert (first.slot.group, second.slot.group) == (0, 0)
     rollouts.finish_all(m, [first, second])
     assert decide.num_open_sessions(m, is_full=True) == 2
     rollouts.finish_all(m, m.claim(100, is_full=True))
@@ -49,12 +49,12 @@ def test_while_memory_is_full_groups_of_the_next_batch_are_begun_one_at_a_time()
     assert m.claim(100, is_full=True) == [], "the batch that may be sealed makes room"
     assert decide.num_open_sessions(m, is_full=True) == 0
     m.seal_next(0)
-    assert {claim.place.group for claim in m.claim(100, is_full=True)} == {2}
+    assert {claim.slot.group for claim in m.claim(100, is_full=True)} == {2}
 
 
 def test_groups_done_by_earlier_batches_are_not_given_out_again() -> None:
     resumed = Rollout(rollouts.RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
-    assert [claim.place.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
+    assert [claim.slot.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
 
 
 def test_a_batch_is_ready_when_enough_groups_are_complete() -> None:
@@ -98,7 +98,7 @@ def test_after_the_last_batch_only_held_out_sessions_are_left() -> None:
 def test_a_straggling_session_holds_back_its_group_and_no_batch() -> None:
     m = rollouts.manager()
     claims = m.claim(100)
-    rollouts.finish_all(m, [claim for claim in claims if claim.place != claims[0].place])
+    rollouts.finish_all(m, [claim for claim in claims if claim.slot != claims[0].slot])
     assert m.seal_next(0).groups == [1, 2]
     m.end(claims[0], rollouts.got(1.0), 0)
     m.set_version(1)
@@ -115,11 +115,11 @@ def test_a_failed_session_is_given_out_again_and_then_excludes_its_group() -> No
     first, second, *_ = m.claim(4)
     assert m.end_failed(first, "agent_error") == []
     [again] = m.claim(1)
-    assert again == Claim(first.place, attempt=1, draw=1)
+    assert again == Claim(first.slot, attempt=1, draw=1)
     assert m.end_failed(again, "agent_error") == [0]
     assert m.rejected == {0: "agent_error"}
     assert m.end(second, rollouts.got(1.0), 0) == []
-    assert m.claim(1)[0].place.group == 2
+    assert m.claim(1)[0].slot.group == 2
 
 
 def test_a_session_that_is_given_out_again_is_as_old_as_its_new_attempt() -> None:
@@ -229,7 +229,7 @@ def test_evaluations_come_first_and_end_also_when_tasks_keep_failing() -> None:
     m = rollouts.manager(session_attempts=1)
     m.start_evaluation(version=3, num_tasks=2)
     first, second, train = m.claim(3)
-    assert [c.place.split for c in (first, second, train)] == ["holdout", "holdout", "train"]
+    assert [c.slot.split for c in (first, second, train)] == ["holdout", "holdout", "train"]
     m.end(first, rollouts.got(1.0), 3)
     assert decide.worth(m, second, "agent_error", can_train=True) == 0.0
     m.end_failed(second, "agent_error")
@@ -263,7 +263,7 @@ def test_a_failure_is_worth_what_its_rule_says_in_training_and_held_out_alike(
     expected = ends_at if split == "train" else ends_held_out_at
     for attempt in range(1, 4):
         [claim] = m.claim(1)
-        assert (claim.place.split, claim.attempt) == (split, attempt - 1)
+        assert (claim.slot.split, claim.attempt) == (split, attempt - 1)
         worth = decide.worth(m, claim, "timeout", can_train)
         if attempt == expected:
             assert worth == -1.0
@@ -289,7 +289,7 @@ def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> N
     overlong = set(random.Random(4).sample(places, len(places) // 20))
     while not decide.readiness(m, 0).ready:
         for claim in m.claim(10_000):
-            is_overlong = (claim.place.group, claim.place.member) in overlong
+            is_overlong = (claim.slot.group, claim.slot.member) in overlong
             worth = decide.worth(m, claim, "context_overflow", can_train=True) if is_overlong else 1.0
             if worth is None:
                 m.end_failed(claim, "context_overflow")
@@ -311,7 +311,7 @@ def test_restored_sessions_are_not_given_out_again() -> None:
     restored.note_given_out(kept)
     restored.finish(kept, rollouts.got(1.0), 0)
     restored.reject(1, "agent_error")
-    assert restored.claim(3) == [Claim(lost.place, 1), *rollouts.manager().claim(6)[4:]]
+    assert restored.claim(3) == [Claim(lost.slot, 1), *rollouts.manager().claim(6)[4:]]
 
 
 def test_every_batch_has_places_for_external_groups_and_admits_no_more() -> None:
@@ -336,8 +336,8 @@ def test_an_external_session_is_not_tried_again(rule: Rule) -> None:
     worth = decide.worth(m, claim, "agent_error", can_train=True)
     assert worth == (-1.0 if rule == RETRY else None)
     if worth is None:
-        assert m.end_failed(claim, "agent_error") == [claim.place.group]
-        assert m.rejected == {claim.place.group: "agent_error"}
+        assert m.end_failed(claim, "agent_error") == [claim.slot.group]
+        assert m.rejected == {claim.slot.group: "agent_error"}
         assert m.group_of(other) is None
 
 
@@ -349,7 +349,7 @@ def test_held_out_tasks_are_given_to_external_agents_and_again_after_a_failure()
     assert all(claim.is_external for claim in (first, second, third))
     m.end_failed(first, "agent_error")
     [again] = m.claim(5)
-    assert (again.place, again.is_external) == (first.place, False)
+    assert (again.slot, again.is_external) == (first.slot, False)
 
 
 CURRICULA = [
@@ -408,8 +408,8 @@ class AnyRun(RuleBasedStateMachine):
     @rule(size=st.integers(1, 3))
     def declare(self, size: int) -> None:
         if claims := self.manager.claim_external(size):
-            assert len(claims) == size and len({claim.place.group for claim in claims}) == 1
-            self.declared[claims[0].place.group] = size
+            assert len(claims) == size and len({claim.slot.group for claim in claims}) == 1
+            self.declared[claims[0].slot.group] = size
             self.running += claims
 
     @precondition(lambda self: self.running)
@@ -484,7 +484,7 @@ class AnyRun(RuleBasedStateMachine):
     def end(self, claim: Claim, reward: float) -> None:
         self.running.remove(claim)
         self.sample_if_needed(claim)
-        place = claim.place
+        place = claim.slot
         if self.manager.group_of(claim) is not None:
             self.min_versions.setdefault(place.group, {})[place.member] = self.sampled[claim]
         self.manager.end(claim, rollouts.got(reward), self.sampled[claim])
@@ -506,7 +506,7 @@ class AnyRun(RuleBasedStateMachine):
                 self.declare(size=2)
                 assert self.running, "nothing runs and the batch is not ready: a deadlock"
                 for claim in list(self.running):
-                    self.end(claim, float(claim.place.member))
+                    self.end(claim, float(claim.slot.member))
             self.seal()
 
 

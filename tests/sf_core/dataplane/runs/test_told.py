@@ -75,7 +75,7 @@ async def test_lengths_are_of_the_groups_of_the_batch_and_are_told_once(driver: 
         await driver.claim()
         await driver.claim()
         four = driver.given_out[:4]
-        assert len({s.claim.place.group for s in four if s.claim}) == 1
+        assert len({s.claim.slot.group for s in four if s.claim}) == 1
         for session, num_tokens in zip(four[2:], cut, strict=True):
             if num_tokens:
                 driver.sample(session, answer(driver, num_tokens))

@@ -361,7 +361,7 @@ async def test_no_answer_is_lost_or_scored_by_two_whatever_happens(
         await driver.check_restart()
         check(driver)
         held = [one.item for s in driver.run.sessions.values() for one in s.judgements]
-        held += [one.item for r in driver.run.state.results.by_place.values() for one in r.judgements]
+        held += [one.item for r in driver.run.state.results.by_slot.values() for one in r.judgements]
         assert len(set(held + sealed)) == len(held + sealed), "each counts once"
 
 
