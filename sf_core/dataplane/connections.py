@@ -58,14 +58,14 @@ def note_caller(scope: Scope, *, shows_key: bool) -> None:
 
 
 class Connection(Protocol):
-    def give_way(self) -> None:
+    def close_for_newcomer(self) -> None:
         """End at once."""
 
-    def give_up(self) -> None:
+    def close_after_timeout(self) -> None:
         """End, because nothing more has arrived in time."""
 
 
-class Connections:
+class ConnectionLimits:
     def __init__(self, most: int, request_timeout_s: float) -> None:
         self.most = most
         self.request_timeout_s = request_timeout_s
@@ -78,26 +78,26 @@ class Connections:
 
     def add(self, newcomer: Connection, num_open: int) -> bool:
         """Add a new connection, one of `num_open`. Returns whether there is room for it."""
-        self.wait_for(newcomer)
+        self.start_timeout(newcomer)
         self._strangers[newcomer] = None
         num_protected = num_open - len(self._strangers)
         max_strangers = min(max(self.most - num_protected, MOST_REFUSED), MOST_STRANGERS)
         while len(self._strangers) > max_strangers:
             oldest = next(iter(self._strangers))
-            self.forget(oldest)
-            oldest.give_way()
+            self.remove(oldest)
+            oldest.close_for_newcomer()
         return num_protected < self.most
 
-    def keep(self, connection: Connection) -> None:
+    def protect(self, connection: Connection) -> None:
         """Protect the connection: it gives way to no other."""
         self._strangers.pop(connection, None)
 
-    def make_stranger(self, connection: Connection) -> None:
+    def unprotect(self, connection: Connection) -> None:
         """End the protection: the connection gives way again, after the other strangers."""
         self._strangers.pop(connection, None)
         self._strangers[connection] = None
 
-    def wait_for(self, connection: Connection, *, anew: bool = False) -> None:
+    def start_timeout(self, connection: Connection, *, anew: bool = False) -> None:
         """Give the connection up unless it sends more in time. A time that is running already continues,
         unless it begins `anew`."""
         if anew:
@@ -107,13 +107,13 @@ class Connections:
         loop = asyncio.get_running_loop()
         self._awaited[connection] = due = loop.time() + self.request_timeout_s
         if self._timer is None:
-            self._timer = loop.call_at(due, self._give_up)
+            self._timer = loop.call_at(due, self._close_late)
 
-    def settle(self, connection: Connection) -> None:
+    def stop_timeout(self, connection: Connection) -> None:
         """End the time limit of the connection."""
         self._awaited.pop(connection, None)
 
-    def forget(self, connection: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         self._strangers.pop(connection, None)
         self._awaited.pop(connection, None)
 
@@ -128,15 +128,15 @@ class Connections:
                 self.most,
             )
 
-    def _give_up(self) -> None:
+    def _close_late(self) -> None:
         self._timer = None
         loop = asyncio.get_running_loop()
         late: list[Connection] = []
         for connection, due in self._awaited.items():
             if due > loop.time():
-                self._timer = loop.call_at(due, self._give_up)
+                self._timer = loop.call_at(due, self._close_late)
                 break
             late.append(connection)
         for connection in late:
             del self._awaited[connection]
-            connection.give_up()
+            connection.close_after_timeout()

@@ -90,7 +90,7 @@ class ContextOverflow(ApiError):
         return ApiError(self.status, message, code=self.code, param=param)
 
 
-def may_pass(error: OSError) -> bool:
+def is_temporary(error: OSError) -> bool:
     """Whether the same request may succeed once there is room again: on the disk, or for open files."""
     return error.errno in _TEMPORARY
 
@@ -105,7 +105,7 @@ def remedy(error: OSError, usual: str = "Free space there or repair the disk") -
 def unwritable(what: str, error: OSError) -> ApiError:
     """The error of a request for which a file cannot be written."""
     failure = f"{what} cannot be written: {error}"
-    if not may_pass(error):
+    if not is_temporary(error):
         return ApiError(500, f"{failure}.")
     message = f"{failure}. {remedy(error)}, then send the request again."
     return ApiError(503, message, code="storage_unwritable", retry_after_s=RETRY_AFTER_S)

@@ -17,7 +17,7 @@ import orjson
 from starlette.routing import WebSocketRoute
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from sf_core.dataplane.connections import NOTE_CALLER, Connections
+from sf_core.dataplane.connections import NOTE_CALLER, ConnectionLimits
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.request_parser import RequestParser
 
@@ -43,7 +43,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     parser: RequestParser
 
-    def __init__(self, connection_limits: Connections, *args: Any, **options: Any) -> None:
+    def __init__(self, connection_limits: ConnectionLimits, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.parser = RequestParser(self, self._opens_websocket)
         self._connection_limits = connection_limits
@@ -79,18 +79,18 @@ class HttpProtocol(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connection_limits.forget(self)
+        self._connection_limits.remove(self)
         self.parser.close()
         super().connection_lost(exc)
 
-    def give_way(self) -> None:
+    def close_for_newcomer(self) -> None:
         self.connections.discard(self)
         self.transport.abort()
 
-    def give_up(self) -> None:
+    def close_after_timeout(self) -> None:
         if self.flow.read_paused:
             # the server itself stopped reading
-            self._connection_limits.wait_for(self)
+            self._connection_limits.start_timeout(self)
         elif self._is_whole:
             self.transport.close()
         else:
@@ -105,7 +105,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_known |= shows_key
         self._is_welcome = True
         if self._is_known or self._is_whole:
-            self._connection_limits.keep(self)
+            self._connection_limits.protect(self)
 
     # --- what arrives
 
@@ -117,7 +117,7 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._connection_limits.forget(self)
+            self._connection_limits.remove(self)
             self.handle_websocket_upgrade()
             self.parser.close()
         except httptools.HttpParserError:
@@ -156,25 +156,25 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_whole = True
-        self._connection_limits.settle(self)
+        self._connection_limits.stop_timeout(self)
         if self._is_welcome:
-            self._connection_limits.keep(self)
+            self._connection_limits.protect(self)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._is_known and not self.transport.is_closing():
-            self._connection_limits.make_stranger(self)
+            self._connection_limits.unprotect(self)
 
     def _wait_for_rest(self) -> None:
         """Limit the rest of a request: its head as a whole, its body from piece to piece."""
         if self._num_body_bytes and not self._in_head:
             self._num_head_bytes = 0
             # the whole rest of a request that was answered early must arrive in time, as a head must
-            return self._connection_limits.wait_for(self, anew=not self.cycle.response_complete)
+            return self._connection_limits.start_timeout(self, anew=not self.cycle.response_complete)
         self._num_head_bytes += self._num_data_bytes - self._num_body_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             return self._refuse(_too_large())
-        self._connection_limits.wait_for(self)
+        self._connection_limits.start_timeout(self)
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -195,7 +195,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer with this error, if it is the turn of the current request, and end the connection."""
         self._refusal = error
-        self._connection_limits.settle(self)
+        self._connection_limits.stop_timeout(self)
         if self.transport.is_closing():
             return
         if self._in_head or self.cycle is None:

@@ -10,7 +10,7 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from sf_core.dataplane.connections import Connections, most_connections
+from sf_core.dataplane.connections import ConnectionLimits, most_connections
 from sf_core.dataplane.http_protocol import HttpProtocol
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.engines.drivers.connection import HEARTBEAT_S
@@ -25,7 +25,7 @@ GC_THRESHOLDS = (20_000, 20, 50)
 def server_config(app: ASGIApp, options: DataplaneOptions | None = None) -> uvicorn.Config:
     """Raises ValueError if this process may not open files for as many connections as the options say."""
     options = options or DataplaneOptions()
-    connections = Connections(most_connections(options.max_connections), options.request_timeout_s)
+    connections = ConnectionLimits(most_connections(options.max_connections), options.request_timeout_s)
     return uvicorn.Config(
         app,
         loop="uvloop",

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, may_pass, remedy
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, is_temporary, remedy
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, dialect_of
 from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCountEndpoint, TurnEndpoint
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
@@ -70,7 +70,7 @@ async def _refuse(request: Request, error: Exception, headers: Mapping[str, str]
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    if isinstance(error, OSError) and may_pass(error):
+    if isinstance(error, OSError) and is_temporary(error):
         help_ = remedy(error, "Free space or repair the disk")
         message = f"The data plane cannot use its disk: {error}. {help_}, then send the request again."
         response = await _refuse(request, ApiError(503, message, retry_after_s=RETRY_AFTER_S))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.chat.renderer import read_renderer
-from sf_core.dataplane.errors import ApiError, may_pass
+from sf_core.dataplane.errors import ApiError, is_temporary
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.claiming import lose
@@ -91,7 +91,7 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
             lambda: [outcome_of(row) for row in read_outcomes(directory, spec.iteration)]
         )
     except (ValueError, StorageError) as error:
-        if isinstance(error, StorageError) and may_pass(error):
+        if isinstance(error, StorageError) and is_temporary(error):
             raise
         raise ApiError(
             409,

@@ -82,7 +82,7 @@ class RunState:
             case events.Rewarded(session_id, reward, parts, steps) if session_id in sessions:
                 earned = RewardBody(reward=reward, reward_parts=parts, step_rewards=steps)
                 sessions[session_id].earned = earned
-                self.memory.weigh(sessions[session_id])
+                self.memory.update(sessions[session_id])
             case events.Named(session_id) if session_id in sessions:
                 self._name(sessions[session_id], event)
             case events.Answered(session_id) if session_id in sessions:
@@ -266,7 +266,7 @@ class RunState:
         session.answer = event.answer
         session.output = event.output
         session.began_at = self.serving_s
-        self.memory.weigh(session)
+        self.memory.update(session)
         if self.judges(session):
             self.scoring.hold_back(session)
             self.queue_group(session.claim)
@@ -277,7 +277,7 @@ class RunState:
         self.counters["unjudged"] += 1
         self.recent.last_error = event.error
         session.judgements += event.judgements
-        self.memory.weigh(session)
+        self.memory.update(session)
         self.note_judgements(event.judgements)
         group = self.ledger.train_group_of(session.claim)
         if not self.judges(session) or group is None:
@@ -368,7 +368,7 @@ class RunState:
         if len(versions) and session.claim is not None:
             self.ledger.note_started(session.claim, int(min(versions)))
         session.apply(event)
-        self.memory.weigh(session)
+        self.memory.update(session)
 
     # --- compaction
 

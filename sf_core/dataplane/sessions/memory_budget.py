@@ -35,9 +35,9 @@ class MemoryBudget:
     def add(self, item: Sized) -> None:
         """Count an item until it is removed."""
         self._weights.setdefault(item, 0)
-        self.weigh(item)
+        self.update(item)
 
-    def weigh(self, item: Sized) -> None:
+    def update(self, item: Sized) -> None:
         """Update the bytes of an item; no effect if the item was not added."""
         if item in self._weights:
             before = self._weights[item]

@@ -384,4 +384,4 @@ class LiveTurn:
                 del turns.in_flight[session.session_id]
             if self._is_postponed or self.error is None:
                 session.recorded.append(self.recorded)
-        turns.memory.weigh(session)
+        turns.memory.update(session)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.connections import MOST_REFUSED, Connections
+from sf_core.dataplane.connections import MOST_REFUSED, ConnectionLimits
 from tests.bench.properties import examples
 
 MOST = 5
@@ -17,7 +17,7 @@ MOST = 5
 class Server:
     """Connections without HTTP."""
 
-    places: Connections = field(default_factory=lambda: Connections(MOST, 60.0))
+    places: ConnectionLimits = field(default_factory=lambda: ConnectionLimits(MOST, 60.0))
     open: list[Client] = field(default_factory=list)
     kept: set[Client] = field(default_factory=set)
 
@@ -26,11 +26,11 @@ class Server:
 class Client:
     server: Server
 
-    def give_way(self) -> None:
+    def close_for_newcomer(self) -> None:
         assert self not in self.server.kept
         self.server.open.remove(self)
 
-    def give_up(self) -> None:
+    def close_after_timeout(self) -> None:
         raise AssertionError("time does not pass")
 
 
@@ -53,12 +53,12 @@ async def test_who_is_kept_stays_and_others_give_way(steps: list[tuple[str, int]
         elif server.open:
             one = server.open[number % len(server.open)]
             if step == "keep":
-                server.places.keep(one)
+                server.places.protect(one)
                 server.kept.add(one)
             elif step == "release":
-                server.places.make_stranger(one)
+                server.places.unprotect(one)
                 server.kept.discard(one)
             else:
-                server.places.forget(one)
+                server.places.remove(one)
                 server.open.remove(one)
                 server.kept.discard(one)

@@ -38,7 +38,7 @@ def check_account(driver: dataplane.run_driver.Driver) -> None:
     state = driver.run.state
     results = [*state.results.by_slot.values(), *state.results.external.values()]
     for session in state.sessions.values():
-        state.memory.weigh(session)
+        state.memory.update(session)
     held = [*state.sessions.values(), *results]
     assert driver.plane.memory.num_bytes == sum(item.num_bytes for item in held)
 

@@ -26,7 +26,7 @@ def test_items_are_counted_as_they_were_when_they_were_last_weighed() -> None:
     assert (memory.num_bytes, memory.is_full) == (MB + 10, True)
     session.num_bytes = 5
     assert memory.num_bytes == MB + 10
-    memory.weigh(session)
+    memory.update(session)
     assert (memory.num_bytes, memory.is_full) == (15, False)
     memory.remove(session)
     memory.remove(result)
@@ -35,7 +35,7 @@ def test_items_are_counted_as_they_were_when_they_were_last_weighed() -> None:
 
 def test_an_item_that_is_not_counted_may_be_weighed_and_removed() -> None:
     memory = MemoryBudget(1)
-    memory.weigh(Item(7))
+    memory.update(Item(7))
     memory.remove(Item(7))
     assert memory.num_bytes == 0
 
@@ -51,7 +51,7 @@ async def test_whoever_waits_for_memory_is_woken_once_it_is_no_longer_full() -> 
     waiting = asyncio.ensure_future(condition.wait())
     await asyncio.sleep(0)
     small.num_bytes = 5
-    memory.weigh(small)
+    memory.update(small)
     await asyncio.sleep(0)
     assert not waiting.done(), "it is still full"
     memory.remove(small)
