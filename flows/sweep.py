@@ -11,7 +11,7 @@ from typing import Any
 from prefect import flow
 
 from flows.train import train
-from sf_core.reports.log_lines import tell
+from sf_core.reports.log_lines import log_progress
 from sf_core.sweeps.request import SweepRequest
 from sf_core.sweeps.results import count_states, describe_states, read_results, unfinished
 from sf_core.sweeps.table import list_faults, to_data
@@ -33,7 +33,7 @@ def sweep(sweep: SweepRequest) -> dict[str, Any]:
                 runs.start(run, len(left))
             runs.await_all()
         results = read_results(opened)
-        tell(f"sweep {opened.sweep.name}: {describe_states(results)}")
+        log_progress(f"sweep {opened.sweep.name}: {describe_states(results)}")
         if count_states(results)["failed"]:
             raise RuntimeError(f"{describe_states(results)}: {'; '.join(list_faults(results))}")
         return to_data(opened, results)

@@ -12,7 +12,7 @@ from prefect import flow
 
 from flows.warmstart import start_policy
 from sf_core.reports.export.trackers import Trackers
-from sf_core.reports.log_lines import tell
+from sf_core.reports.log_lines import log_progress
 from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
 from sf_core.stages.preflight.checks import list_warnings, preflight
@@ -48,7 +48,7 @@ def train(config: TrainForm) -> dict[str, Any]:
         facts.workers = read_workers(scheduler_address())
         preflight(facts)
         for sentence in list_warnings(facts):
-            tell(sentence)
+            log_progress(sentence)
         take_over()
         run = begin_attempt(config)
         trackers = Trackers(OpenRun(run).directory, config)
@@ -57,10 +57,10 @@ def train(config: TrainForm) -> dict[str, Any]:
         with crash_without_scheduler(), use_lean_settings(), trackers, page, free_workers_at_end(run):
             start_policy(config, run, plan.trainers)
             for sentence in warn_of_rates(config, PolicySizes.of(config)) if facts.sizes is None else ():
-                tell(sentence)
+                log_progress(sentence)
             OpenRun(run).register()
             if resumed := OpenRun(run).describe_resumption():
-                tell(resumed)
+                log_progress(resumed)
             with Leases(run, plan) as leases:
                 for number in OpenRun(run).iterations_left():
                     plan = leases.replan()
@@ -73,7 +73,7 @@ def train(config: TrainForm) -> dict[str, Any]:
                 leases.lend_trainers(config.train.iterations)
                 last = submit(evaluate, run, config.train.iterations)
                 measured = result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
-                tell(f"held-out {measured['reward_mean']:.3f} at the end")
+                log_progress(f"held-out {measured['reward_mean']:.3f} at the end")
             return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)
 
 

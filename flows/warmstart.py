@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from sf_core.config import RunConfig
-from sf_core.reports.log_lines import tell
+from sf_core.reports.log_lines import log_progress
 from sf_core.scheduling.cluster import await_plan
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import Facts
@@ -48,12 +48,12 @@ def start_policy(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> s
     warmed = warms_model(config)
     if directory.read_manifest(None, "start") is None or start_fault(directory) is not None:
         built_in = "the built-in policy" + (", and its warm start" if config.policy.warm_steps else "")
-        tell(f"creating version 0: {config.policy.model or built_in}")
+        log_progress(f"creating version 0: {config.policy.model or built_in}")
         if warmed:
             warm_up(config, run, trainers)
         made = submit(warmstart_task, run, warmed=warmed, prompts=first_prompts(config))
         result_of(made, "version 0", config.cluster.stage_timeout_s)
-        tell("version 0 is ready")
+        log_progress("version 0 is ready")
     return OpenRun(run).directory.start_dir
 
 
@@ -74,4 +74,4 @@ def warm_up(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> None:
             trained = gang.has_committed()
         remove_spare(warm, number + 1)
         loss = OpenRun(warm).directory.read_committed(number, "train").data["loss"]
-        tell(f"warm start: {(number + 1) * per_iteration} of {steps} steps, loss {loss:.3f}")
+        log_progress(f"warm start: {(number + 1) * per_iteration} of {steps} steps, loss {loss:.3f}")

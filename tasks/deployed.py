@@ -16,7 +16,7 @@ from pydantic import BeforeValidator
 from sf_core.config import RunConfig
 from sf_core.config.reference.form import Form, unfold
 from sf_core.config.yaml_file import describe_differences, merge_sections
-from sf_core.reports.log_lines import tell
+from sf_core.reports.log_lines import log_progress
 
 
 def over_deployed(settings_of_run: Any) -> Any:
@@ -32,7 +32,7 @@ def over_deployed(settings_of_run: Any) -> Any:
     merged = merge_sections(settings, unfold(settings_of_run))
     if changed := describe_differences(settings, merged):
         sentence = f"settings as in the deployment {deployed.name}, except for {', '.join(changed)}"
-        tell(sentence, flow_run_id=flow_run.id)
+        log_progress(sentence, flow_run_id=flow_run.id)
     return merged
 
 

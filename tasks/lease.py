@@ -13,7 +13,7 @@ from typing import Any
 from prefect import Task, task
 
 from sf_core.dataplane.control.client import UNANSWERED
-from sf_core.reports.log_lines import warn
+from sf_core.reports.log_lines import log_warning
 from sf_core.scheduling.cluster import Losses, list_connected
 from sf_core.scheduling.leases import Action, Lease, LeaseSet, Revoke
 from sf_core.scheduling.plan import Duty, Plan
@@ -123,7 +123,7 @@ class Leases:
             for sentence in self._losses.describe_losses(
                 connected, self._leases.plan, self._leases.list_holders()
             ):
-                warn(sentence)
+                log_warning(sentence)
             for lease_id in self._futures.keys() - self._leases.list_unsettled():
                 del self._futures[lease_id]
             for action in decide():

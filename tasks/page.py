@@ -30,7 +30,7 @@ from prefect.runtime import flow_run
 
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
-from sf_core.reports.log_lines import describe_iteration, find_untold, tell
+from sf_core.reports.log_lines import describe_iteration, find_unlogged, log_progress
 from sf_core.reports.run_page import RunPage, waits_table
 from sf_core.reports.view import RunView
 from sf_core.reports.warnings import iteration_warnings
@@ -104,17 +104,17 @@ class Page:
         with get_client(sync_client=True) as client:
             mine = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[self._flow_run_id]))
             lines = client.read_logs(mine, limit=RECENT_LINES, sort=LogSort.TIMESTAMP_DESC)
-        for number in find_untold((line.message for line in lines), first):
+        for number in find_unlogged((line.message for line in lines), first):
             self._log(number)
 
     def _log(self, number: int) -> None:
         view = RunView(self._run.directory)
         config = self._run.config
-        tell(describe_iteration(view, number, config.train.iterations))
+        log_progress(describe_iteration(view, number, config.train.iterations))
         for kind, sentence in iteration_warnings(view, number, config).items():
             if kind not in self._reported:
                 self._reported.add(kind)
-                tell(f"iteration {number}: {sentence}")
+                log_progress(f"iteration {number}: {sentence}")
 
     def _show(self, number: int) -> None:
         """Renew the page, unless it is being renewed or just was: then the next renewal includes this one."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect import Flow
 
-from sf_core.reports.log_lines import tell
+from sf_core.reports.log_lines import log_progress
 from sf_core.scheduling.cluster import find_workers
 from sf_core.sweeps.results import read_result
 from sf_core.sweeps.shares import Share, describe_shares, divide
@@ -42,7 +42,7 @@ class Runs:
 
     def __enter__(self) -> Runs:
         crash_left_children()
-        tell(f"sweep {self._opened.sweep.name}: {describe_shares(self._shares)}")
+        log_progress(f"sweep {self._opened.sweep.name}: {describe_shares(self._shares)}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,7 +53,7 @@ class Runs:
         self._await_below(len(self._shares))
         share = next(share for share in self._shares if share not in self._children)
         self._num_begun += 1
-        tell(f"{run.run_id} begins, run {self._num_begun} of {left}")
+        log_progress(f"{run.run_id} begins, run {self._num_begun} of {left}")
         self._begin(share, self._opened.config(run))
 
     def await_all(self) -> None:
@@ -78,17 +78,17 @@ class Runs:
         result = read_result(self._opened, self._runs[child.run_id], {})
         if result.state == "finished":
             self._opened.folder.note_end(child.run_id, None)
-            tell(
+            log_progress(
                 f"{child.run_id} is finished: held-out {_reward(result.before)} → {_reward(result.reward)} "
                 f"in {result.seconds or 0:.0f} s"
             )
             return self._tell_changed()
         failure, has_crashed = failure_of(child)
         if has_crashed and child.starts < STARTS:
-            tell(f"{child.run_id} crashed and is started again: {failure}")
+            log_progress(f"{child.run_id} crashed and is started again: {failure}")
             return self._begin(share, child.config, child.starts + 1)
         self._opened.folder.note_end(child.run_id, failure)
-        tell(f"{child.run_id} failed: {failure}")
+        log_progress(f"{child.run_id} failed: {failure}")
         self._tell_changed()
 
     def _tell_changed(self) -> None:

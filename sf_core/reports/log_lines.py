@@ -14,14 +14,14 @@ log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)
 
 
-def tell(line: str, flow_run_id: str | None = None) -> None:
+def log_progress(line: str, flow_run_id: str | None = None) -> None:
     """Write a line of progress to the log of the flow and to that of its run in Prefect. Prefect knows the
     run by its context; before that is made, name the run."""
     log.info("%s", line, extra=None if flow_run_id is None else {"flow_run_id": flow_run_id})
 
 
-def warn(line: str) -> None:
-    """Like `tell`, about what went wrong while the run goes on."""
+def log_warning(line: str) -> None:
+    """Write a line about a failure that the run survives."""
     log.warning("%s", line)
 
 
@@ -29,7 +29,7 @@ _ITERATION = re.compile(r"iteration (\d+), \d+ of \d+: ")
 """Matches a line of `describe_iteration`."""
 
 
-def find_untold(lines: Iterable[str], first: int) -> range:
+def find_unlogged(lines: Iterable[str], first: int) -> range:
     """The iterations before the first one of this attempt that have no line in the log, whose newest lines
     come first. Without any such line, as in the log of another flow run, only the last one is missing."""
     newest = next(filter(None, map(_ITERATION.match, lines)), None)

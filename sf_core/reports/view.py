@@ -231,7 +231,7 @@ class RunView:
             f"{adapter['parameters']:,} parameters, factors of {', '.join(adapter['targets'])}."
         )
 
-    def list_kept_versions(self) -> list[int]:
+    def list_stored_versions(self) -> list[int]:
         """Published versions whose weights are stored, in order; 0 is the start folder. A run removes others
         (`train.keep_weights`)."""
         if not self._has_start():
@@ -251,7 +251,7 @@ class RunView:
             version == 0 or (version <= self.progress().published and has_weights(folder))
         ):
             return folder
-        if not (stored := self.list_kept_versions()):
+        if not (stored := self.list_stored_versions()):
             raise ValueError(
                 f"{self.run.run_id}: the run has no policy yet; continue the run with `sf resume "
                 f"{self.run.uri}`"

@@ -8,7 +8,7 @@ from sf_core.models.adapter import load_merged
 from sf_core.models.language import load_with_vision_tower
 from sf_core.reports.card.card import CARD, write_card
 from sf_core.reports.export.trackers import write_events
-from sf_core.reports.log_lines import tell
+from sf_core.reports.log_lines import log_progress
 from sf_core.reports.summary import summarise
 from sf_core.reports.timeline import record_devices, write_timelines
 from sf_core.reports.view import RunView
@@ -30,7 +30,7 @@ def finish(ref: RunRef) -> dict[str, Any]:
     write_timelines(view)
     summary = summarise(view, run.config)
     if trainer_kind(run.config).computes_weights and not write_card(view, run.config):
-        tell(f"{join(run.directory.policy_dir, CARD)} was edited and stays as it is")
+        log_progress(f"{join(run.directory.policy_dir, CARD)} was edited and stays as it is")
     return summary
 
 

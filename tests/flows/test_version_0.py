@@ -26,7 +26,7 @@ def test_a_warm_start_is_told_only_if_there_is_one(
     lines: list[str] = []
     directory = SimpleNamespace(read_manifest=lambda *_: None, start_dir="")
     monkeypatch.setattr(module, "OpenRun", lambda run: SimpleNamespace(directory=directory))
-    monkeypatch.setattr(module, "tell", lines.append)
+    monkeypatch.setattr(module, "log_progress", lines.append)
     monkeypatch.setattr(module, "submit", lambda *_, **__: None)
     monkeypatch.setattr(module, "result_of", lambda *_: None)
     module.start_policy(RunConfig.model_validate({"policy": policy}), RunRef("told", "runs/told", "", 1), ())

@@ -204,7 +204,7 @@ def _find_teacher(run: TrainedRun, name: str, ranks: Ranks) -> tuple[TeacherFold
 
 def _refuse_missing(run: TrainedRun, version: int) -> None:
     if version not in run.directory.list_versions("weights"):
-        stored = ", ".join(map(str, RunView(run.directory).list_kept_versions()))
+        stored = ", ".join(map(str, RunView(run.directory).list_stored_versions()))
         raise ValueError(
             f"{run.directory.weights_dir(version)} no longer exists, but version {version} is the reference "
             f"of train.loss.kl in this step; stored versions: {stored}"

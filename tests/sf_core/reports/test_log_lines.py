@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.reports.log_lines import describe_iteration, find_untold, tell
+from sf_core.reports.log_lines import describe_iteration, find_unlogged, log_progress
 from sf_core.reports.view import RunView
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.runs import commit, configure
@@ -26,8 +26,8 @@ FAILED = {
 def test_the_iterations_before_another_attempt_that_the_log_does_not_tell_are_found(
     newest_first: list[str], numbers: list[int]
 ) -> None:
-    assert [*find_untold(newest_first, 6)] == numbers
-    assert not find_untold([], 0)
+    assert [*find_unlogged(newest_first, 6)] == numbers
+    assert not find_unlogged([], 0)
 
 
 def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_path: Path) -> None:
@@ -59,5 +59,5 @@ def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_pat
 
 def test_progress_is_logged_whatever_the_level_of_others(caplog: pytest.LogCaptureFixture) -> None:
     assert logging.getLogger().getEffectiveLevel() >= logging.WARNING
-    tell("iteration 0: 100% of it")
+    log_progress("iteration 0: 100% of it")
     assert [record.getMessage() for record in caplog.records] == ["iteration 0: 100% of it"]

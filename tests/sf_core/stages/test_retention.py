@@ -152,7 +152,7 @@ def test_a_run_never_removes_a_version_that_something_names(
                 files.write_atomic(f"{spare.uri}/model-00001-of-00002.safetensors", b"w")
             else:
                 spare.remove()
-        kept = set(RunView(run).list_kept_versions())
+        kept = set(RunView(run).list_stored_versions())
         newest = set(range(max(1, version - keep), version + 1))
         reference = set() if kl is None else {kl.version(step) for step in range(version)}
         assert newest | {v for v in named | reference if v <= version} <= kept
