@@ -178,7 +178,7 @@ def measure_engine(folder: Path) -> Line:
     """Screens of 40 tokens: the prompts are those of small policies."""
     model = make_multimodal(folder / "model", 40, hidden_size=128, num_layers=4)
     policy = PolicyFolder(model, untied=True)
-    policy.take(model)
+    policy.link_weights(model)
     assert policy.image_processor is not None
     media = str(folder / "media")
     arguments = make_arguments(

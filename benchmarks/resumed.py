@@ -38,7 +38,7 @@ class Filling:
     def __init__(self) -> None:
         self.num_tokens = 0
         self.cpu_s = 0.0
-        fill = DecoderModel.fill
+        fill = DecoderModel.prefill
 
         def measure(model: DecoderModel, cache: Any, ids: torch.Tensor, *places: torch.Tensor) -> None:
             began = time.process_time()
@@ -46,7 +46,7 @@ class Filling:
             self.cpu_s += time.process_time() - began
             self.num_tokens += ids.numel()
 
-        DecoderModel.fill = measure  # type: ignore[assignment, method-assign]
+        DecoderModel.prefill = measure  # type: ignore[assignment, method-assign]
 
     def take(self) -> dict[str, float]:
         """What was measured since the last time."""

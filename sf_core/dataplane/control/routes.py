@@ -156,10 +156,10 @@ def _describe_claimed(run: ServedRun, session: Session, caller: Caller) -> dict[
         "session_id": session.session_id,
         # the agent gets only this key, because the runner's own key opens every route
         "key": caller.keys.of_session(run.spec, session.session_id),
-        "split": claimed.place.split,
+        "split": claimed.slot.split,
         **_task_of(run, claimed),
-        "group": claimed.place.group,
-        "member": claimed.place.member,
+        "group": claimed.slot.group,
+        "member": claimed.slot.member,
         "attempt": claimed.attempt,
         "answer": session.answer,
         "scoring": session.scoring,
@@ -168,8 +168,8 @@ def _describe_claimed(run: ServedRun, session: Session, caller: Caller) -> dict[
 
 def _task_of(run: ServedRun, claimed: Claim) -> dict[str, Any]:
     """The task of the environment that a session works on."""
-    if claimed.place.split == "holdout":
-        return {"source": "", "task_index": claimed.place.member}
+    if claimed.slot.split == "holdout":
+        return {"source": "", "task_index": claimed.slot.member}
     task = run.state.ledger.task_of(claimed)
     return {"source": task.source, "task_index": task.number}
 
