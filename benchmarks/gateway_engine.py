@@ -9,7 +9,7 @@ from collections.abc import Collection
 import typer
 
 from benchmarks.emulation.engine import FIRST_ID, MAX_SLEEP_S, NUM_IDS, EmulatedEngine
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef

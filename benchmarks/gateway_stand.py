@@ -19,8 +19,8 @@ from sf_core.cli.stack.local import start_dataplane
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.dataplane_key import operator_key
 from sf_core.models.builtin import make_policy
 
 MODEL = "policy"

@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.engines import Load, made, rates, run_engine, run_transformers
 from sf_core.config import TrainConfig
-from sf_core.engines.testing import awake
 from sf_core.engines.torch.torch_engine import local_device
+from sf_core.testing.engines import awake
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.types import WeightsRef

@@ -44,7 +44,7 @@ from benchmarks.preparing import preparing
 from sf_core.agents.command import CommandAgent
 from sf_core.agents.sandbox import open_sandbox
 from sf_core.config.programs import Command, SandboxLimits
-from sf_core.process_limits import raise_open_files
+from sf_core.process.limits import raise_open_files
 from sf_core.types import Endpoint, Task
 
 WORDS = ("sh", "-c", "cat > /dev/null; echo 42")

@@ -46,8 +46,8 @@ from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.supervisor import Supervisor
 from sf_core.config import PolicyConfig
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import VllmServer, make_arguments
+from sf_core.engines.vllm.weight_loading import PolicyFolder
 from sf_core.models.builtin import make_policy
 from sf_core.models.images.processor_config import (
     PREPROCESSOR_CONFIG,
@@ -55,7 +55,7 @@ from sf_core.models.images.processor_config import (
     read_image_processor,
 )
 from sf_core.training.packing.rows import SAMPLING, Row
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch.network import Network
 from sf_core.training.vision_tower import VisionTower
 from storage.files import folder_bytes

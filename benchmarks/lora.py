@@ -49,18 +49,16 @@ from benchmarks.gpu import SHAPES
 from benchmarks.peers.trl_step import Meter, resident_bytes
 from benchmarks.weights import batch, make_trainer, publish_versions, standstill, store_start
 from sf_core.config import PolicyConfig, RunConfig
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake
 from sf_core.models.adapter import Adapter, list_linears, shape_factors
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, share
-from sf_core.training.packing.trie import Microbatch
+from sf_core.training.packing.trie import Microbatch, Packing, share
 from sf_core.training.torch.trained_model import AdamSettings
 from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory
-from storage.tensors.checkpoints import PARTS
-from storage.tensors.shards import SLICES_KEY
+from storage.tensors.checkpoints import PARTS, SLICES_KEY
 from storage.tensors.tensor_bytes import Header
 from storage.tensors.torch_bytes import entry_of
 from storage.tensors.weights import ADAPTER_NAME, DIGEST, FILE_NAME

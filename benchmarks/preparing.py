@@ -15,7 +15,7 @@ from benchmarks.gateway_stand import Gateway, gateway
 from sf_core.agents.runner import AgentRunner
 from sf_core.cli.stack.local import local_stack
 from sf_core.config import RolloutConfig
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.types import Endpoint, Task
 
 PLACES = 4

@@ -24,9 +24,9 @@ from transformers.utils import logging
 
 from benchmarks.engines import SIZES
 from sf_core.engines.protocol import StepEngine
-from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch.cached_model import DecoderModel
 from sf_core.engines.torch.torch_engine import TorchEngine
+from sf_core.testing.engines import awake, drain
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 
 PREDICTED = {"token_ratio": 0.30, "cpu_ratio": 0.32}

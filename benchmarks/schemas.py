@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from benchmarks.engines import SIZES, Load, made
 from sf_core.engines.protocol import StepEngine
-from sf_core.engines.testing import drain
+from sf_core.testing.engines import drain
 
 SIDES = ("torch", "vllm")
 STOP = "<|end|>"

@@ -44,7 +44,7 @@ from sf_core.config import TrainConfig
 from sf_core.config.train_config import PackingRule
 from sf_core.models.builtin import make_tokenizer
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer

@@ -28,10 +28,10 @@ from transformers.utils import logging
 
 from benchmarks.weights import batch
 from sf_core.config import PolicyConfig, RunConfig, TrainConfig
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake
 from sf_core.models.builtin import make_policy
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer

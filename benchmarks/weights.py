@@ -35,16 +35,16 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from sf_core.config import PolicyConfig, RunConfig, TrainConfig
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.protocol import Engine, StepEngine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake
-from sf_core.environment_variables import vllm_python
 from sf_core.models.adapter import Adapter, list_linears, make_factors, shape_factors
 from sf_core.models.builtin import make_policy
 from sf_core.models.decoder import DecoderSpec, decoder_spec, fuse
 from sf_core.models.projections import fastest
+from sf_core.process.environment_variables import vllm_python
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake
 from sf_core.training.policy_folder import read_model_config
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer

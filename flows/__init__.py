@@ -3,9 +3,9 @@ whatever started it. From then on log lines of the process are printable."""
 
 import os
 
-from sf_core.environment_variables import flow_folder
-from sf_core.import_path import import_from, user_folders
-from sf_core.printable import clean_logs
+from sf_core.process.environment_variables import flow_folder
+from sf_core.process.import_path import import_from, user_folders
+from sf_core.process.user_code import clean_logs
 
 import_from(user_folders())
 if folder := flow_folder():

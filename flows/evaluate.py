@@ -13,8 +13,7 @@ from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.run import OpenRun, begin_attempt, open_config
 from tasks.cluster import TaggedTaskRunner, crash_without_scheduler, result_of, scheduler_address, submit
-from tasks.deployed import EvaluateForm
-from tasks.identity import run_name_with_flow
+from tasks.deployed import EvaluateForm, run_name_with_flow
 from tasks.interruption import free_workers_at_end, leave_to_successor, send_logs_at_end, take_over
 from tasks.lease import Leases
 from tasks.stages import evaluate as evaluate_task

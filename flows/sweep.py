@@ -12,11 +12,17 @@ from prefect import flow
 
 from flows.train import train
 from sf_core.reports.log_lines import log_progress
-from sf_core.sweeps.request import SweepRequest
-from sf_core.sweeps.results import count_states, describe_states, read_results, unfinished
-from sf_core.sweeps.table import list_faults, to_data
+from sf_core.stages.sweeps.expansion import SweepRequest
+from sf_core.stages.sweeps.results import (
+    count_states,
+    describe_states,
+    list_faults,
+    read_results,
+    to_data,
+    unfinished,
+)
 from tasks.interruption import leave_to_successor, send_logs_at_end
-from tasks.sweep_page import SweepPage
+from tasks.page import SweepPage
 from tasks.sweeping import Runs
 
 

@@ -28,9 +28,8 @@ from tasks.cluster import (
     submit,
     use_lean_settings,
 )
-from tasks.deployed import TrainForm
+from tasks.deployed import TrainForm, identify_run, run_name
 from tasks.gang import Gang
-from tasks.identity import identify_run, run_name
 from tasks.interruption import free_workers_at_end, leave_to_successor, send_logs_at_end, take_over
 from tasks.lease import Leases
 from tasks.page import Page

@@ -21,9 +21,8 @@ from tasks.cluster import (
     scheduler_address,
     submit,
 )
-from tasks.deployed import WarmstartForm
+from tasks.deployed import WarmstartForm, identify_run, run_name_with_flow
 from tasks.gang import Gang
-from tasks.identity import identify_run, run_name_with_flow
 from tasks.interruption import free_workers_at_end, leave_to_successor, send_logs_at_end, take_over
 from tasks.stages import demonstrate
 from tasks.stages import warmstart as warmstart_task

@@ -1,5 +1,5 @@
 """Tests that every environment should pass, for your own test files."""
 
-from sf_core.environments.testing import EnvironmentTests
+from sf_core.testing.environments import EnvironmentTests
 
 __all__ = ["EnvironmentTests"]

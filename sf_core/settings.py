@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
-from sf_core.import_path import NAMES
+from sf_core.process.import_path import NAMES
 
 
 def _key(name: str, _: Any) -> str:

@@ -1,6 +1,8 @@
 """The layout of a run directory, and its manifests, which alone decide which stages are done.
 
 Owns every path and the order of stages. Knows nothing of what the stages compute.
+
+The record that each flow attempt on a run leaves in the run directory.
 """
 
 from __future__ import annotations
@@ -14,14 +16,27 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from storage import files
-from storage.attempts import Attempt
 from storage.files import FileRef
 from storage.json_files import parse_json
 from storage.manifests import Manifest, parse_manifest
 from storage.tensors.weights import has_weights
+
+
+class Attempt(BaseModel):
+    """One flow attempt on a run."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dataplane: str | None = None
+    """URL of the data plane that serves the attempt; empty once that data plane is gone for good."""
+    host: str | None = None
+    """Machine on which the attempt began; on another one, a loopback URL means another data plane."""
+    evaluate_only: bool = False
+    """The attempt measures a policy version and trains nothing."""
+
 
 STAGES = ("rollout", "filter", "train", "publish")
 

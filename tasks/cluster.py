@@ -34,9 +34,9 @@ from prefect_dask import DaskTaskRunner
 from prefect_dask.client import PrefectDaskClient
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core import environment_variables
 from sf_core.config import RunConfig
-from sf_core.environment_variables import own_workers
+from sf_core.process import environment_variables
+from sf_core.process.environment_variables import own_workers
 from sf_core.scheduling.cluster import list_connected, owner_of, scheduler_of
 from sf_core.scheduling.leases import LeaseEnd
 from sf_core.scheduling.plan import TASK_KINDS, Worker

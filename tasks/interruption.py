@@ -22,9 +22,9 @@ from prefect.exceptions import Abort, ObjectNotFound
 from prefect.logging.handlers import APILogHandler
 from prefect.runtime import flow_run
 
-from sf_core.child_processes import FLOW_RUN
 from sf_core.dataplane.control.client import UNANSWERED, DataplaneClient
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
+from sf_core.process.child_processes import FLOW_RUN
 from sf_core.scheduling.cluster import end_tasks, owner_of
 from sf_core.stages.run import RunRef
 from tasks.cluster import dask_client, scheduler_address

@@ -17,7 +17,7 @@ from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter, WorkPoo
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import AwaitingRetry, Cancelled, Crashed, State
 
-from sf_core.child_processes import FLOW_RUN, find_carriers
+from sf_core.process.child_processes import FLOW_RUN, find_carriers
 
 CLAIMS = ["PENDING", "RUNNING", "CANCELLING"]
 """Types of the states in which a flow run takes a place in its pool."""
@@ -47,7 +47,7 @@ def hand_over(client: SyncPrefectClient, runs: Iterable[UUID]) -> list[str]:
     for run in map(client.read_flow_run, runs):
         assert run.state
         if run.parent_task_run_id is not None:
-            # its parent starts another one instead (tasks/children.py)
+            # its parent starts another one instead (tasks/sweeping.py)
             continue
         if run.state.type in CLAIMS or run.state.is_crashed():
             lines.append(_move(client, run, _once_ended(run)))

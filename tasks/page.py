@@ -1,5 +1,8 @@
 """The page of a run in Prefect: artifacts of its flow run, updated in place while the run goes on, and a log
-line for each iteration."""
+line for each iteration.
+
+The page of a sweep in Prefect: one artifact of its flow run with the table and the picture.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -29,13 +32,16 @@ from prefect.client.schemas.sorting import LogSort
 from prefect.runtime import flow_run
 
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.reports.log_lines import describe_iteration, find_unlogged, log_progress
 from sf_core.reports.run_page import RunPage, waits_table
 from sf_core.reports.view import RunView
 from sf_core.reports.warnings import iteration_warnings
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.sweeps.results import draw, read_results, to_markdown
+from sf_core.stages.sweeps.sweep import OpenSweep
 from sf_core.waits import Facts, long_waits
+from storage.files import write_atomic
 from tasks.cluster import is_waiting
 
 log = logging.getLogger(__name__)
@@ -181,3 +187,38 @@ class Page:
                     return
                 self._artifacts[key] = artifacts[0].id
             client.update_artifact(self._artifacts[key], ArtifactUpdate(data=data))
+
+
+KEY = "sweep"
+"""The same for all sweeps, or every sweep would add a line to Prefect's page of artifacts."""
+
+
+class SweepPage:
+    """Written anew whenever a run begins or ends, and its picture as a file too. Must be made in the flow run
+    that owns it."""
+
+    def __init__(self, opened: OpenSweep) -> None:
+        self._opened = opened
+        self._flow_run_id = UUID(flow_run.id)
+
+    def show(self, going_on: Sequence[str] = ()) -> None:
+        try:
+            self._show(going_on)
+        except Exception as error:  # the sweep must not fail with its page, and the next renewal may succeed
+            log.warning("the sweep's page is not up to date: %s: %s", type(error).__name__, error)
+
+    def _show(self, going_on: Sequence[str]) -> None:
+        results = read_results(self._opened)
+        write_atomic(self._opened.folder.path("summary.png"), draw(self._opened, results))
+        text = to_markdown(self._opened, results, going_on)
+        mine = ArtifactFilter(
+            key=ArtifactFilterKey(any_=[KEY]), flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id])
+        )
+        with get_client(sync_client=True) as client:
+            # a flow run that is retried has it already
+            if artifacts := client.read_artifacts(artifact_filter=mine):
+                client.update_artifact(artifacts[0].id, ArtifactUpdate(data=text))
+            else:
+                client.create_artifact(
+                    ArtifactCreate(key=KEY, type="markdown", data=text, flow_run_id=self._flow_run_id)
+                )

@@ -19,8 +19,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sf_core.environment_variables import allowed_hosts
-from sf_core.own_addresses import UNNAMED, OwnAddresses
+from sf_core.config.addresses import UNNAMED, OwnAddresses
+from sf_core.process.environment_variables import allowed_hosts
 from tasks.server import OURS
 
 SOON_S = 0.1

@@ -11,7 +11,7 @@ import psutil
 import yaml
 
 from sf_core.config.yaml_file import load_config
-from sf_core.import_path import python_module
+from sf_core.process.import_path import python_module
 from tests import bench
 from tests.bench import waits
 from tests.bench.stacks import invariants

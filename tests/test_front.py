@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import seamlessflow
-from sf_core.import_path import NAMES
+from sf_core.process.import_path import NAMES
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 from benchmarks.emulation.device import switch
 from benchmarks.emulation.device_model import DeviceModel
 from sf_core.config.devices import WorkerDevice
-from sf_core.training.background import Background
+from sf_core.training.backends import TrainedRun
 from sf_core.training.gang import RankAssignment, wait_for
-from sf_core.training.protocol import TrainedRun
+from sf_core.training.torch.publisher import Background
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.tables.batches import select_training_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sf_core.config.failures import Reason
+from sf_core.config.rollout_config import Reason
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.ledger import Batch, Ledger
 from sf_core.dataplane.sessions.claims import Claim

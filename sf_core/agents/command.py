@@ -1,8 +1,8 @@
 """An agent that is a command: a process for each session, in a folder and a process group of its own, or in a
 sandbox.
 
-The keeper (sf_core/child_processes.py) ends all that the command has started and removes its folder, also
-when this process is killed; nothing of a sandbox survives it either.
+The keeper (sf_core/process/child_processes.py) ends all that the command has started and removes its folder,
+also when this process is killed; nothing of a sandbox survives it either.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import orjson
 from sf_core.agents.command_output import CommandOutput, Ear, NoAnswerError, answer_in, files_in
 from sf_core.agents.folders import is_name_below, open_folder
 from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
-from sf_core.child_processes import await_keeper, start_kept
-from sf_core.config.failures import Cause
 from sf_core.config.programs import Command
-from sf_core.environment_variables import select_inherited
+from sf_core.config.rollout_config import Cause
+from sf_core.process.child_processes import await_keeper, start_kept
+from sf_core.process.environment_variables import select_inherited
 from sf_core.settings import quote
 from sf_core.types import Endpoint, Task
 from storage.scratch import scratch_folder

@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any, Literal
 
 from sf_core.agents.command import CommandEnd, CommandError
+from sf_core.agents.event_loop import Threads
 from sf_core.agents.judges.judges import Judges, takes_judges
-from sf_core.agents.threads import Threads
 from sf_core.config import RolloutConfig
-from sf_core.config.failures import CODE_ERRORS, Cause
+from sf_core.config.rollout_config import CODE_ERRORS, Cause
+from sf_core.process.user_code import name_function
 from sf_core.settings import quote
 from sf_core.types import Endpoint, NotJudged, Scored, Task
-from sf_core.user_code import name_function
 from storage.tables.judgements import Judgement
 
 Phase = Literal["tasks", "prepare", "agent", "reward"]

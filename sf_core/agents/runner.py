@@ -21,15 +21,14 @@ import httpx
 import msgspec
 import orjson
 
-from sf_core.agents.effort import Effort
+from sf_core.agents.event_loop import log_blocks
 from sf_core.agents.judges.judges import Judges
-from sf_core.agents.loop_watch import log_blocks
 from sf_core.agents.phases import Phase, Phases, Prepare, Work
-from sf_core.agents.reports import Reports, as_text, shorten
+from sf_core.agents.reports import Effort, Reports, as_text, shorten
 from sf_core.config import RolloutConfig
-from sf_core.environment_variables import reach_directly
+from sf_core.process.environment_variables import reach_directly
+from sf_core.process.user_code import own_place
 from sf_core.types import Endpoint, NotJudged, Task
-from sf_core.user_code import own_place
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import subprocess
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.environments.registry import draw_tasks
-from sf_core.import_path import module_environment, python_module
+from sf_core.process.import_path import module_environment, python_module
 from sf_core.scheduling.cluster import scheduler_of, workers_here
 from sf_core.scheduling.worker import MAX_THREADS
 from sf_core.stages.preflight.sizes import PolicySizes

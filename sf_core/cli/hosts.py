@@ -24,8 +24,8 @@ def show_key() -> None:
     The key is the value of SF_DATAPLANE_KEY. Without this variable, the key is in a file that only your
     account can read. The command creates this file if the file does not exist.
     """
-    from sf_core.dataplane_key import account_key
-    from sf_core.environment_variables import configured_dataplane_key
+    from sf_core.dataplane.operator_key import account_key
+    from sf_core.process.environment_variables import configured_dataplane_key
 
     print(configured_dataplane_key() or account_key())
 
@@ -40,7 +40,7 @@ def server(
 
     If the environment contains PREFECT_SERVER_API_AUTH_STRING=USER:PASSWORD, clients need this login.
     """
-    from sf_core.cli.host_processes import become_prefect_server
+    from sf_core.cli.stack.host_processes import become_prefect_server
 
     become_prefect_server(host, port)
 
@@ -52,7 +52,7 @@ def scheduler(
     port: Annotated[int, Port] = 8786,
 ) -> None:
     """Run the Dask scheduler of a cluster."""
-    from sf_core.cli.host_processes import become_scheduler
+    from sf_core.cli.stack.host_processes import become_scheduler
 
     become_scheduler(host, port)
 
@@ -147,9 +147,13 @@ def dataplane(
     The environment variable SF_DATAPLANE_KEY sets the key that opens every route. Without this variable, the
     data plane uses the key that `sf key` prints, and clients on this machine can open sessions without a key.
     """
+    from sf_core.dataplane.operator_key import account_key
     from sf_core.dataplane.server import serve
-    from sf_core.dataplane_key import account_key
-    from sf_core.environment_variables import allowed_hosts, configured_dataplane_key, why_not_writable
+    from sf_core.process.environment_variables import (
+        allowed_hosts,
+        configured_dataplane_key,
+        why_not_writable,
+    )
 
     if gateways != 1:
         fail(

@@ -17,26 +17,26 @@ from rich.live import Live
 from rich.text import Text
 
 from sf_core.cli.arguments.services import check_services
-from sf_core.cli.command_lock import HeldError, lock_run
 from sf_core.cli.duration import Estimate
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.cli.rehearsal.check import check_first_task
-from sf_core.cli.serving.greedy import LONGEST_S, ask_greedily, has_greedy_answers
+from sf_core.cli.serving.policy import LONGEST_S, ask_greedily, has_greedy_answers
+from sf_core.cli.stack.command_lock import HeldError, lock_run
 from sf_core.cli.stack.local import local_stack, name_started, start_services
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig
-from sf_core.config.failures import failures_text
+from sf_core.config.rollout_config import failures_text
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.engines.registry import engine_kind
-from sf_core.environment_variables import (
+from sf_core.process.environment_variables import (
     STACK_FOLDER,
     dataplane_url,
     prefect_api_url,
 )
-from sf_core.import_path import python_module
-from sf_core.reports.evaluations.answers import Examples, read_greedy, side_by_side
+from sf_core.process.import_path import python_module
+from sf_core.reports.evaluations.comparison import Examples, read_greedy, side_by_side
 from sf_core.reports.states import is_finished
 from sf_core.reports.tables import answers_table
 from sf_core.reports.view import RunView
@@ -48,7 +48,7 @@ from sf_core.stages.preflight.facts import SPLITS, Facts
 from sf_core.stages.preflight.sizes import bytes_of_two_workers, explain_sizes
 from sf_core.stages.preflight.stored_config import resolve_config
 from sf_core.stages.run import new_run_id
-from sf_core.training.registry import trainer_kind
+from sf_core.training.backends import trainer_kind
 from storage.errors import StorageError
 from storage.files import absolute, check_writable, open_read, read_bytes, write_atomic
 from storage.run_directory import RunDirectory

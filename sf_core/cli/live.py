@@ -15,9 +15,9 @@ from rich.text import Text
 
 from sf_core import waits
 from sf_core.config import RunConfig
-from sf_core.config.failures import REASONS, failures_text
+from sf_core.config.rollout_config import REASONS, failures_text
 from sf_core.dataplane.api_schemas import EngineStatus, RunStatus
-from sf_core.printable import printable
+from sf_core.process.user_code import printable
 from sf_core.reports import log_lines
 from sf_core.reports.view import RunView
 from sf_core.waits import clock

@@ -39,7 +39,7 @@ from sf_core.cli.terminal import (
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import builtin_configs, load_config, override_config
-from sf_core.environment_variables import STACK_FOLDER
+from sf_core.process.environment_variables import STACK_FOLDER
 
 app = App(
     cls=Commands,
@@ -251,7 +251,7 @@ def setup_server(
 ) -> None:
     """Create or update the work pool and the automations on the Prefect server at PREFECT_API_URL."""
     from sf_core.cli.arguments.services import require_prefect
-    from sf_core.import_path import module_environment, python_module
+    from sf_core.process.import_path import module_environment, python_module
 
     with report_bad_input():
         require_prefect()
@@ -285,8 +285,7 @@ def settings(
 
         # yaml-language-server: $schema=settings.schema.json
     """
-    from sf_core.config.reference.page import settings_page
-    from sf_core.config.reference.schema import settings_schema
+    from sf_core.config.reference.page import settings_page, settings_schema
 
     if schema and section:
         _fail(f"--schema describes all settings: leave {section} out")
@@ -330,7 +329,7 @@ def _read_stored(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
     """The configuration, after its environment, Python references, command and model folder were checked."""
-    from sf_core.import_path import import_from
+    from sf_core.process.import_path import import_from
     from sf_core.stages.preflight.checks import preflight
     from sf_core.stages.preflight.facts import Facts
 
@@ -359,9 +358,9 @@ def _launch(flow: str, config: RunConfig, output: Console = console, **options: 
 
 @terminal.command_streams()
 def main() -> None:
-    from sf_core.environment_variables import dataplane_url, prefect_api_url, reach_directly
-    from sf_core.import_path import ROOT, import_from, is_another_copy
-    from sf_core.process_limits import raise_open_files
+    from sf_core.process.environment_variables import dataplane_url, prefect_api_url, reach_directly
+    from sf_core.process.import_path import ROOT, import_from, is_another_copy
+    from sf_core.process.limits import raise_open_files
 
     if os.environ.get("_SF_COMPLETE", "").startswith("complete"):
         # a shell shows nothing but the words that fit

@@ -9,8 +9,13 @@ import typer
 
 from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import fail, tell
-from sf_core.models.pretrained.gguf_file import is_gguf, make_folder
-from sf_core.models.pretrained.published import PUBLISHED, download_published_model, folder_of
+from sf_core.models.pretrained.published import (
+    PUBLISHED,
+    download_published_model,
+    folder_of,
+    is_gguf,
+    make_folder,
+)
 
 commands = App()
 

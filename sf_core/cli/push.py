@@ -55,7 +55,7 @@ def _open(uri: str) -> tuple[RunView, RunConfig]:
     from sf_core.config import RunConfig
     from sf_core.reports.states import is_finished
     from sf_core.reports.view import RunView
-    from sf_core.training.registry import trainer_kind
+    from sf_core.training.backends import trainer_kind
     from storage.tensors.weights import has_weights
 
     view = RunView.open(uri)
@@ -89,9 +89,8 @@ def _upload(
             "sf push needs the package huggingface_hub, which is not installed: install it with "
             "`pip install huggingface_hub`"
         ) from None
-    from sf_core.environment_variables import hub_endpoint
-    from sf_core.reports.card.base import find_base
-    from sf_core.reports.card.card import CARD, write_card
+    from sf_core.process.environment_variables import hub_endpoint
+    from sf_core.reports.export.card import CARD, find_base, write_card
     from storage.files import exists, join, local_folder
 
     try:

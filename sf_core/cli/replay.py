@@ -18,7 +18,7 @@ from sf_core.reports.view import RunView
 from sf_core.scheduling.worker import worker_threads
 from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.registry import trainer_backend, trainer_kind
+from sf_core.training.backends import trainer_backend, trainer_kind
 from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank

@@ -194,10 +194,10 @@ def report(
     The page needs no network. If you name several runs, the page compares the curves, the results and the
     settings of these runs.
     """
-    from sf_core.reports.comparison.page import write_comparison_page
+    from sf_core.reports.html.comparison import write_comparison_page
     from sf_core.reports.html.page import write_report
     from storage.files import follow
-    from storage.local.opening import stream_number
+    from storage.local import stream_number
 
     _check_folder(output)
     if output is not None:
@@ -226,8 +226,7 @@ def export(
 
     The format parquet is our own: it copies the tables of a run that an earlier version began.
     """
-    from sf_core.reports.export.export import export
-    from sf_core.reports.export.tables import export_tables
+    from sf_core.reports.export.export import export, export_tables
     from storage.tables.parquet import SCHEMA_VERSION
 
     _check_folder(out)

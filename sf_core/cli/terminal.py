@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from sf_core.printable import clean_logs, printable
+from sf_core.process.user_code import clean_logs, printable
 
 WIDE = 500
 """Width of output into a pipe or a file, where a table would otherwise be cut to 80 columns."""

@@ -19,7 +19,7 @@ from sf_core.config import RunConfig
 from sf_core.config.removed import drop_removed
 from sf_core.config.validation import ConfigError, models_of, validate_config, walk
 from sf_core.settings import Settings, did_you_mean, quote
-from storage.local.opening import open_given
+from storage.local import open_given
 
 BUILTIN = Path(__file__).parent / "builtin"
 """Folder of the built-in configurations: a link to `configs` in a clone, a folder in a wheel."""

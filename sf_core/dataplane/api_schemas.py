@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, field_validator
 
-from sf_core.config.failures import Cause
-from sf_core.config.rollout_config import MAX_TOGETHER, RolloutConfig
+from sf_core.config.rollout_config import MAX_TOGETHER, Cause, RolloutConfig
 from sf_core.waits import Facts
 from storage.tables.judgements import Judgement
 

@@ -8,8 +8,8 @@ import uvicorn
 
 from sf_core.config.addresses import is_loopback, listen_at
 from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.http_protocol import server_config, tune_interpreter
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.dataplane.serving import server_config, tune_interpreter
 from storage import files
 
 

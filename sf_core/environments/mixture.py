@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, field_validator
 
+from sf_core.agents.event_loop import Threads
 from sf_core.agents.judges.judges import takes_judges
 from sf_core.agents.phases import as_reward
-from sf_core.agents.threads import Threads
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
 from sf_core.environments.environment import Demonstration, Environment, Reward
@@ -26,8 +26,8 @@ from sf_core.environments.registry import (
     tasks_of,
 )
 from sf_core.environments.splits import HasTasks, Split, in_equal_parts
+from sf_core.process.user_code import name_function
 from sf_core.types import Endpoint, Task
-from sf_core.user_code import name_function
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,12 @@ from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
 from sf_core.config.validation import faults
-from sf_core.environments.calls import check_call, require_tasks
-from sf_core.environments.environment import Environment
+from sf_core.environments.environment import Environment, check_call, require_tasks
 from sf_core.environments.splits import Split
-from sf_core.import_path import ROOT
+from sf_core.process.import_path import ROOT
+from sf_core.process.user_code import add_place
 from sf_core.settings import load_object, quote
 from sf_core.types import Task
-from sf_core.user_code import add_place
 
 SHIPPED = {
     "quickstart": "sf_core.environments.quickstart:Quickstart",

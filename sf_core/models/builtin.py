@@ -21,7 +21,7 @@ from transformers import (
 
 from sf_core.config import PolicyConfig
 from sf_core.config.rollout_config import BUILT_IN_CONTEXT
-from sf_core.models.cache_size import builtin_shape
+from sf_core.models.context import builtin_shape
 from sf_core.models.images.processor_config import PREPROCESSOR_CONFIG
 
 UNKNOWN = "<unk>"

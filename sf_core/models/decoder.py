@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sf_core.models.cache_size import LEAN_TYPES
+from sf_core.models.context import LEAN_TYPES
 from sf_core.models.projections import PLAIN, AddProject, Project, Projections
 
 Params = Mapping[str, torch.Tensor]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from sf_core.recipes.rewards import are_equal
+from sf_core.recipes.outcomes import are_equal
 from sf_core.recipes.samples import Component, Samples, Score, Turns, Values
 from sf_core.settings import Reference, load_object, or_kind
 

@@ -53,7 +53,7 @@ class Samples:
     truncated: npt.NDArray[np.bool_]
     """[S] True if the last turn of the session was cut off by the token limit or by the context length."""
     statuses: Sequence[str]
-    """[S] status with which each session ended (sf_core.config.failures.Status)."""
+    """[S] status with which each session ended (sf_core.config.rollout_config.Status)."""
     sessions: npt.NDArray[np.int64]
     """[R] number of the session of each row, from 0."""
     environments: Sequence[str]

@@ -9,7 +9,7 @@ from typing import Any
 
 from sf_core.recipes.gates import KINDS, Kind
 from sf_core.scheduling.leases import lease_of
-from sf_core.stopwatch import Window, in_order, rate
+from sf_core.waits import Window, in_order, rate
 from storage.manifests import Manifest
 from storage.run_directory import STAGES
 

@@ -12,9 +12,9 @@ import string
 from collections.abc import Sequence
 
 from sf_core.config import RunConfig
-from sf_core.config.failures import failures_text
+from sf_core.config.rollout_config import failures_text
 from sf_core.reports.charts import draw_curve
-from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer, compare_ends
+from sf_core.reports.evaluations.comparison import GREEDY, GivenAnswer, compare_ends
 from sf_core.reports.evaluations.judgements import sum_judges
 from sf_core.reports.export.trackers import write_events
 from sf_core.reports.iterations import Iteration, failures_of, kinds_text

@@ -15,8 +15,8 @@ import httpx
 from sf_core.config import RunConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
-from sf_core.dataplane_key import operator_key
-from sf_core.environment_variables import command_started_at
+from sf_core.dataplane.operator_key import operator_key
+from sf_core.process.environment_variables import command_started_at
 from sf_core.reports.view import NewestFigures, RunView
 from storage import files
 from storage.errors import StorageError

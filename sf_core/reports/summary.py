@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.environment_variables import command_started_at
+from sf_core.process.environment_variables import command_started_at
 from sf_core.reports.charts import draw_run
 from sf_core.reports.iterations import Iteration, stage_time
 from sf_core.reports.view import RunView
 from sf_core.reports.warnings import run_warnings
 from sf_core.scheduling.figures import by_worker, idle_by_cause
-from sf_core.stopwatch import rate
+from sf_core.waits import rate
 from storage.files import write_atomic
 
 

@@ -16,8 +16,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sf_core.printable import show
-from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer
+from sf_core.process.user_code import show
+from sf_core.reports.evaluations.comparison import GREEDY, GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
 from sf_core.reports.iterations import kinds_text
 from sf_core.reports.sessions import Decode, open_decoder

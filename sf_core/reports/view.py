@@ -17,12 +17,12 @@ from typing import Any
 import pyarrow.compute as pc
 
 from sf_core.config import RunConfig
-from sf_core.config.failures import sum_failures
+from sf_core.config.rollout_config import sum_failures
 from sf_core.reports.iterations import Iteration, failures_of, runners_of
 from sf_core.reports.sessions import RolloutFigures, SessionKind, SessionSet, read_rollout
 from sf_core.scheduling.timeline import Span, read_spans
 from sf_core.settings import did_you_mean
-from sf_core.stopwatch import Window
+from sf_core.waits import Window
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.config.failures import failures_text
+from sf_core.config.rollout_config import failures_text
 from sf_core.reports.iterations import Iteration, failures_of, runners_of
 from sf_core.reports.view import RunView
 

@@ -17,7 +17,7 @@ from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import find_device
-from sf_core.environment_variables import count_gpus, gpu_memory, own_workers, scheduler_address
+from sf_core.process.environment_variables import count_gpus, gpu_memory, own_workers, scheduler_address
 from sf_core.scheduling.plan import Plan, Worker, duty_of, local_workers, make_plan, worker_of
 from sf_core.scheduling.tls import require_certificates
 

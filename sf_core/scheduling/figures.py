@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 from sf_core.scheduling.lending import Refusal, not_lent
 from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, loads, measure_covered
-from sf_core.stopwatch import Window
+from sf_core.waits import Window
 
 Cause = Literal["start", "evaluation", "loading", "requests", "hand-over"]
 """Why a device computed nothing; the first that applies counts. The table is in

@@ -15,9 +15,9 @@ import click
 from distributed.system import MEMORY_LIMIT
 
 from sf_core.config.devices import Device, find_device
-from sf_core.environment_variables import computes_nothing
-from sf_core.import_path import import_from, user_folders
-from sf_core.printable import clean_logs
+from sf_core.process.environment_variables import computes_nothing
+from sf_core.process.import_path import import_from, user_folders
+from sf_core.process.user_code import clean_logs
 from sf_core.scheduling.plan import COMPUTING, worker_of
 from sf_core.scheduling.template.nanny import heavy_modules
 from sf_core.scheduling.worker_state import PLUGIN, WorkerState

@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from sf_core.stopwatch import Stopwatch, in_order
+from sf_core.waits import Stopwatch, in_order
 from storage.files import FileRef
 from storage.json_files import first_fault
 from storage.run_directory import RunDirectory

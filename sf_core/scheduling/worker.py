@@ -13,8 +13,8 @@ from dataclasses import asdict
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.config.devices import Device, find_device
-from sf_core.environment_variables import count_gpus, visible_cuda_devices
-from sf_core.import_path import module_environment, python_module
+from sf_core.process.environment_variables import count_gpus, visible_cuda_devices
+from sf_core.process.import_path import module_environment, python_module
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.plan import COMPUTING
 from sf_core.scheduling.tls import require_tls

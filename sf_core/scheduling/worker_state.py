@@ -12,7 +12,7 @@ from distributed import Worker, WorkerPlugin, get_worker
 
 from sf_core.config.addresses import LOOPBACK
 from sf_core.config.devices import Device, WorkerDevice
-from sf_core.engines.resident import ResidentEngine
+from sf_core.engines.registry import ResidentEngine
 from sf_core.scheduling.lending import LendingGate, Switching
 
 PLUGIN = "worker-state"

@@ -17,10 +17,9 @@ from sf_core.models.language import copy_version
 from sf_core.reports.evaluations.judgements import judge_metrics
 from sf_core.reports.states import await_restarts, check_idle
 from sf_core.reports.view import RunView
-from sf_core.stages.commit import StageResult, commit, commits_once
 from sf_core.stages.preflight.stored_config import read_stored_config, resolve_for_evaluation
-from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.registry import trainer_kind
+from sf_core.stages.run import OpenRun, RunRef, StageResult, commit, commits_once
+from sf_core.training.backends import trainer_kind
 from sf_core.training.teacher_folder import check_version
 from storage.files import FileRef, copy_folder, list_files, remove
 from storage.manifests import Manifest

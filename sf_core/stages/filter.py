@@ -10,14 +10,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.config.failures import LOST_IMAGE
+from sf_core.config.rollout_config import LOST_IMAGE
 from sf_core.engines.vllm.teacher import ask_teacher
 from sf_core.recipes.samples import Samples, Values
 from sf_core.recipes.selections import AnySelection
 from sf_core.recipes.tables import samples_of
 from sf_core.recipes.weights import weigh
-from sf_core.stages.commit import StageResult, commits_once
-from sf_core.stages.run import OpenRun
+from sf_core.stages.run import OpenRun, StageResult, commits_once
 from sf_core.training.teacher_folder import count_rows, read_tokenizer
 from storage.files import FileRef
 from storage.media import read_image

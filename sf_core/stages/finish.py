@@ -6,14 +6,14 @@ from typing import Any
 
 from sf_core.models.adapter import load_merged
 from sf_core.models.language import load_with_vision_tower
-from sf_core.reports.card.card import CARD, write_card
+from sf_core.reports.export.card import CARD, write_card
 from sf_core.reports.export.trackers import write_events
 from sf_core.reports.log_lines import log_progress
 from sf_core.reports.summary import summarise
 from sf_core.reports.timeline import record_devices, write_timelines
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.registry import trainer_kind
+from sf_core.training.backends import trainer_kind
 from storage.files import copy_folder, join
 from storage.tensors.weights import WEIGHT_FILES, save_weights
 

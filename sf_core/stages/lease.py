@@ -15,7 +15,7 @@ from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import EnvironmentConfig, RunConfig
 from sf_core.dataplane.api_schemas import Work
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.vllm.judge_server import serve_judges
 from sf_core.engines.wire import Hello
@@ -33,8 +33,8 @@ from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.preflight.other_models import describe_incomplete
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.backends import trainer_backend
 from sf_core.training.policy_folder import policy_folder
-from sf_core.training.registry import trainer_backend
 from sf_core.types import Task
 
 log = logging.getLogger(__name__)

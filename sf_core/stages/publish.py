@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.retention import find_removable_weights
-from sf_core.stages.run import OpenRun
+from sf_core.stages.run import OpenRun, StageResult, commits_once
 
 log = logging.getLogger(__name__)
 

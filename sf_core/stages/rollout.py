@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sf_core.stages.commit import StageResult, commits_once
-from sf_core.stages.run import OpenRun
+from sf_core.stages.run import OpenRun, StageResult, commits_once
 from storage.files import FileRef
 
 

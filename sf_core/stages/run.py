@@ -1,6 +1,8 @@
 """A run as flows and tasks see it: RunRef is passed between them, and OpenRun opens the run that it names.
 
 Owns how a flow attempt resumes: which stages are pending, and what the data plane is told of the run.
+
+Commits stages: a stage runs once, and afterwards returns the data of its manifest.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ import functools
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -18,19 +22,76 @@ from sf_core.config import RunConfig
 from sf_core.config.addresses import without_password
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane.journal.ownership import explain_other_holder
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.engines.registry import follows_grammars
-from sf_core.environment_variables import dataplane_url, run_key
 from sf_core.environments.registry import source_of_tasks
+from sf_core.process.environment_variables import dataplane_url, run_key
 from sf_core.reports.view import RunView
 from sf_core.stages.preflight.resolve import read_with_derived
 from sf_core.stages.preflight.stored_config import begins_anew
 from sf_core.types import WeightsRef
-from storage.attempts import Attempt
-from storage.files import read_bytes, remove
+from sf_core.waits import Stopwatch, collect_waits
+from storage.files import FileRef, fence, read_bytes, remove
 from storage.manifests import Manifest
-from storage.run_directory import STAGES, RunDirectory
+from storage.run_directory import STAGES, Attempt, RunDirectory
 from storage.unfinished import list_unfinished
+
+
+@dataclass
+class StageResult:
+    """Inputs, outputs and data of a stage, for its manifest."""
+
+    inputs: dict[str, str] = field(default_factory=dict)
+    outputs: list[FileRef] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+Stage = Callable[..., dict[str, Any]]
+"""Function of a RunRef, an iteration, and the other arguments of `work`; returns the manifest's data."""
+
+
+def commits_once(work: Callable[..., StageResult], name: str = "") -> Stage:
+    """Make a stage of `work`, which runs and commits only if the stage is not committed yet. The manifest has
+    the name, by default that of `work`."""
+    name = name or work.__name__
+
+    def stage(ref: RunRef, iteration: int, *more: Any) -> dict[str, Any]:
+        run = OpenRun(ref)
+        manifest = run.directory.read_manifest(iteration, name)
+        if manifest is None:
+            run.report_stage(iteration, name)
+            manifest = commit(run, iteration, name, lambda: work(run, iteration, *more))
+        return manifest.data
+
+    stage.__name__ = name
+    stage.__doc__ = work.__doc__
+    return stage
+
+
+def commit(
+    run: OpenRun,
+    iteration: int | None,
+    name: str,
+    work: Callable[[], StageResult],
+    check: Callable[[], None] = lambda: None,
+) -> Manifest:
+    """Run `work` and commit its outcome; `check` is called directly before the manifest is written."""
+    watch = Stopwatch()
+    with collect_waits() as waits:
+        outcome = work()
+    times = {"started_at": watch.since, "finished_at": watch.now, "waits": waits}
+    manifest = Manifest(
+        run_id=run.ref.run_id,
+        iteration=iteration,
+        stage=name,
+        attempt=run.ref.attempt,
+        inputs=outcome.inputs,
+        outputs=outcome.outputs,
+        data=outcome.data | times,
+    )
+    with fence(check):
+        return run.directory.commit_manifest(manifest)
+
 
 _CHECKPOINT_PARTS = 6
 """Size of a checkpoint over that of the start folder, at most."""

@@ -16,16 +16,15 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import open_renderer
-from sf_core.environment_variables import cache_dir
 from sf_core.environments.environment import Environment
 from sf_core.environments.registry import environment_of
 from sf_core.models.adapter import list_linears, make_factors
-from sf_core.stages.commit import StageResult, commit
+from sf_core.process.environment_variables import cache_dir
 from sf_core.stages.preflight.idle import describe_unreached
 from sf_core.stages.preflight.lora import TrainedAdapter, find_adapter
 from sf_core.stages.preflight.resolve import resolve, values_of
 from sf_core.stages.preflight.start_folder import start_fault
-from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.run import OpenRun, RunRef, StageResult, commit
 from sf_core.stages.warmstart import copy_warmed, find_warmed
 from sf_core.training.policy_folder import (
     check_model_folder,
@@ -191,21 +190,12 @@ def _recipe_files(environment: Environment) -> list[Path]:
     from sf_core.agents import tool_loop
     from sf_core.dataplane import chat
     from sf_core.dataplane.sessions import images as session_images
-    from sf_core.models import (
-        builtin,
-        cache_size,
-        context,
-        decoder,
-        images,
-        language,
-        projections,
-        token_bytes,
-    )
+    from sf_core.models import builtin, context, decoder, images, language, projections, token_bytes
     from sf_core.models.pretrained import needed_weights
     from sf_core.training import demonstrations, packing, vision_tower, warmstart
     from sf_core.training.torch import network
 
-    modules = (builtin, warmstart, demonstrations, network, cache_size, decoder, projections)
+    modules = (builtin, warmstart, demonstrations, network, context, decoder, projections)
     parts: list[Any] = [
         *modules,
         context,

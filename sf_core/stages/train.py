@@ -10,17 +10,15 @@ from typing import Any
 
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.process_limits import trim_memory
+from sf_core.process.limits import trim_memory
 from sf_core.reports.outcomes.figures import rollout_metrics
 from sf_core.scheduling.lending import Switching
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
-from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.retention import find_removable_checkpoints
-from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.run import OpenRun, RunRef, StageResult, commit
+from sf_core.training.backends import Trainer, trainer_backend
 from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, join_gang
-from sf_core.training.protocol import Trainer
-from sf_core.training.registry import trainer_backend
 from sf_core.training.stored_steps import read_stored_batch
 from sf_core.waits import waiting_for
 from storage.files import FileRef, fence

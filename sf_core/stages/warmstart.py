@@ -19,14 +19,12 @@ from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.models.language import copy_version
 from sf_core.recipes.losses import LossConfig, Plain
 from sf_core.scheduling.cluster import owner_of
-from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.preflight.resolve import warm_rate
-from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.run import OpenRun, RunRef, StageResult, commits_once
 from sf_core.training.demonstrations import EncodedDemonstration, demonstrations, encode
-from storage.attempts import Attempt
 from storage.files import FileRef, copy_folder, remove_folder
 from storage.media import store_image
-from storage.run_directory import RunDirectory
+from storage.run_directory import Attempt, RunDirectory
 from storage.tables.batches import write_batch
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.tables.trajectories import to_table

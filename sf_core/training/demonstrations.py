@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sf_core.config import RunConfig
-from sf_core.dataplane.chat.contents import LeftOut, read_content
+from sf_core.dataplane.chat.messages import LeftOut, read_content
 from sf_core.dataplane.chat.rendered import shows_whole_answer
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError

@@ -14,9 +14,8 @@ from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.dataplane.chat.template_probes import roles_shown_as_lists
 from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES
 from sf_core.models.language import VISION_TOWER_PREFIX, language_model
-from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.needed_weights import check_weights, count_language_parameters
-from sf_core.models.pretrained.published import PUBLISHED, folder_of
+from sf_core.models.pretrained.published import PUBLISHED, folder_of, is_gguf
 from storage.files import join, list_files, read_bytes
 from storage.json_files import load_json
 from storage.tensors.weights import open_weights

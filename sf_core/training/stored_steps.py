@@ -6,7 +6,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from sf_core.config import TrainConfig
-from sf_core.training.protocol import TrainedRun
+from sf_core.training.backends import TrainedRun
 from storage.json_files import first_fault
 from storage.tables.batches import read_batch
 from storage.tables.scores import read_scores

@@ -19,7 +19,7 @@ from sf_core.config import RunConfig, WarmstartConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.training.demonstrations import RATE_OF_BUILT_IN, EncodedDemonstration, demonstrations, encode
 from sf_core.training.packing.rows import SAMPLING, Row
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch.network import Network
 
 BETAS = (0.9, 0.95)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from storage import files
 from storage.errors import storage_errors
 from storage.files import FileRef
-from storage.local.opening import open_to_read
+from storage.local import open_to_read
 
 SCHEMA_VERSION = 5
 """Version of the files that are written."""

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.cli.arguments.proxies import check_proxies
-from sf_core.environment_variables import reach_directly
-from sf_core.import_path import ROOT
+from sf_core.process.environment_variables import reach_directly
+from sf_core.process.import_path import ROOT
 from tests import bench
 from tests.bench import proxies
 from tests.bench.refusals import check_sentence

@@ -19,8 +19,7 @@ from storage.tables import parquet
 from storage.tables.batches import read_batch
 from storage.tables.schema import SCHEMA
 from storage.tables.trajectories import read_trajectories, to_table, write_trajectories
-from storage.tensors.checkpoints import PARTS, TrainerProgress, load_checkpoint, save_shard
-from storage.tensors.shards import Slice
+from storage.tensors.checkpoints import PARTS, Slice, TrainerProgress, load_checkpoint, save_shard
 from storage.tensors.weights import load_weights, save_weights
 from tests.bench import refusals, runs
 from tests.bench.commands import check_refused

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.sweeps.expansion import expand
-from sf_core.sweeps.sweep import SweepFolder
+from sf_core.stages.sweeps.expansion import expand
+from sf_core.stages.sweeps.sweep import SweepFolder
 from tests.bench import commands
 
 # what is not refused might go on for ever

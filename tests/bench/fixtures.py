@@ -314,7 +314,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentProxy]:
 def vllm() -> str:
     """Python of the environment that has vLLM. Each test that needs vLLM requests this fixture, directly or
     through another one; tests/conftest.py makes it a system test."""
-    from sf_core.environment_variables import vllm_python
+    from sf_core.process.environment_variables import vllm_python
 
     try:
         return vllm_python()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sf_core.import_path import NAMES
+from sf_core.process.import_path import NAMES
 
 
 def make_namesakes(folder: Path, *names: str) -> None:

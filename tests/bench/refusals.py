@@ -60,7 +60,7 @@ class Refusal:
         # they take long to import
         from sf_core.cli.explain import explain_plan
         from sf_core.config.yaml_file import load_config
-        from sf_core.import_path import import_from
+        from sf_core.process.import_path import import_from
         from sf_core.stages.preflight.checks import preflight
         from sf_core.stages.preflight.facts import Facts
 

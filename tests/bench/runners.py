@@ -9,7 +9,7 @@ import httpx
 
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import RolloutConfig
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.types import Task
 from tests.bench.dataplane.planes import ServedPlane
 from tests.bench.stacks.echo_package import agent

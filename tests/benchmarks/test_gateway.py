@@ -17,8 +17,8 @@ from benchmarks.gateway_stand import gateway
 from benchmarks.gateway_streams import DIALECTS, stream_all
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.supervisor import StackError
-from sf_core.engines.testing import awake
 from sf_core.models.builtin import make_tokenizer
+from sf_core.testing.engines import awake
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 from tests.bench.dataplane.planes import serving
 

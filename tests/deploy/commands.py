@@ -39,7 +39,7 @@ def check_variables(env: Mapping[str, str], used: str) -> None:
     assert processes.PREFECT_SETTINGS.items() <= env.items()
     readers = (
         used
-        + (ROOT / "sf_core" / "environment_variables.py").read_text(encoding="utf-8")
+        + (ROOT / "sf_core" / "process" / "environment_variables.py").read_text(encoding="utf-8")
         + (ROOT / "prefect.yaml").read_text(encoding="utf-8")
     )
     for name in env:

@@ -6,7 +6,7 @@ import re
 import subprocess
 
 from sf_core.dataplane.control.metrics import PlaneMetrics
-from sf_core.dataplane.gateway.metrics import Metrics
+from sf_core.dataplane.gateway.observed import Metrics
 from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.scheduling.worker import DASK_SETTINGS
 from tests.bench import ROOT

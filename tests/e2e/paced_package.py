@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.types import Endpoint, Task
 from storage.run_directory import STAGES
 from tests.bench.stacks.echo_package import reward, tasks

@@ -17,10 +17,10 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sf_core.child_processes import MARK
-from sf_core.cli.command_lock import HeldError, hold
+from sf_core.cli.stack.command_lock import HeldError, hold
 from sf_core.cli.stack.supervisor import call
 from sf_core.config.yaml_file import load_config
+from sf_core.process.child_processes import MARK
 from sf_core.reports.view import RunView
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from sf_core.config.failures import REASONS
+from sf_core.config.rollout_config import REASONS
 from tests.bench import stacks
 from tests.bench.stacks import invariants
 from tests.bench.stacks.cluster import Cluster

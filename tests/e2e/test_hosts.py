@@ -17,7 +17,7 @@ from sf_core.cli.stack.local import Services, local_stack
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Supervisor
 from sf_core.dataplane.control.client import DataplaneClient
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.scheduling.cluster import read_workers
 from tests import bench
 from tests.bench import waits

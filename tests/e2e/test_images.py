@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from sf_core.cli.replay import replay
 from sf_core.config import PolicyConfig, RunConfig
-from sf_core.environment_variables import vllm_python
 from sf_core.models.builtin import make_policy
+from sf_core.process.environment_variables import vllm_python
 from storage.run_directory import RunDirectory
 from tests.bench import stacks, waits
 from tests.bench.stacks import invariants

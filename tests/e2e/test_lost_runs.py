@@ -15,8 +15,8 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.states import Cancelling, Crashed, Pending, Running
 
-from sf_core.child_processes import FLOW_RUN
 from sf_core.cli.stack.processes import Part
+from sf_core.process.child_processes import FLOW_RUN
 from tests.bench import stacks, waits
 from tests.bench.stacks import prefect_server
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.cli.command_lock import lock_run
+from sf_core.cli.stack.command_lock import lock_run
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.policy_server import check_printed_use

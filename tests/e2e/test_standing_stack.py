@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sf_core.child_processes import MARK
 from sf_core.config import RunConfig
+from sf_core.process.child_processes import MARK
 from sf_core.scheduling.cluster import read_workers
 from tests import bench
 from tests.bench.stacks import prefect_server

@@ -137,7 +137,7 @@ def test_a_sweep_goes_on_after_a_kill_and_after_a_run_that_failed(
     assert again.stdout.startswith("sweep small-lr: all 4 runs are finished")
 
 
-# `make test` holds that shares are apart and enough: tests/sf_core/sweeps/test_shares.py
+# `make test` holds that shares are apart and enough: tests/sf_core/stages/sweeps/test_shares.py
 @pytest.mark.nightly
 def test_two_runs_at_once_share_no_worker(folder: Path) -> None:
     done = sf(folder, "sweep", "small.yaml", "--seeds", "2", "--at-once", "2", quiet_s=600)

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sf_core.environment_variables import vllm_python
+from sf_core.process.environment_variables import vllm_python
 from tests.bench import chaos, stacks
 from tests.bench.waits import wait_until
 

@@ -16,7 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from sf_core.cli.stack.local import Ports
-from sf_core.import_path import NAMES
+from sf_core.process.import_path import NAMES
 from sf_core.stages.preflight.stored_config import read_stored_config
 from tests.bench import ROOT, stacks
 from tests.bench.stacks.invariants import check_result

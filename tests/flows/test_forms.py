@@ -21,7 +21,7 @@ from flows.warmstart import warmstart
 from sf_core.config import RunConfig
 from sf_core.config.reference.form import unfold
 from sf_core.config.yaml_file import load_config
-from sf_core.sweeps.request import SweepRequest
+from sf_core.stages.sweeps.expansion import SweepRequest
 from tasks.deployed import TrainForm
 from tests.bench import ROOT
 

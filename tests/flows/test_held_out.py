@@ -13,10 +13,10 @@ from flows.evaluate import evaluate
 from flows.train import train
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
+from sf_core.process.user_code import place_of
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import SPLITS, Facts
 from sf_core.types import Task
-from sf_core.user_code import place_of
 from storage.run_directory import RunDirectory
 from tests.bench.runs import commit, configure
 

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake, drain
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 
 

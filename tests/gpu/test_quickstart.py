@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.environment_variables import visible_cuda_devices
+from sf_core.process.environment_variables import visible_cuda_devices
 from storage.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]

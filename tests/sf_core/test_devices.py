@@ -9,8 +9,8 @@ import torch
 
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.engines.torch.torch_engine import local_device
-from sf_core.engines.vllm.limits import check_cpu_build
-from sf_core.environment_variables import count_gpus
+from sf_core.engines.vllm.server import check_cpu_build
+from sf_core.process.environment_variables import count_gpus
 from sf_core.scheduling.cluster import find_workers
 from sf_core.scheduling.worker import become_worker
 from tests.bench.commands import sf

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.import_path import ROOT
+from sf_core.process.import_path import ROOT
 from tests.bench.commands import without_time
 from tests.bench.waits import patience
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from sf_core.scheduling.timeline import Timeline, read_spans
-from sf_core.stages.commit import StageResult, commit
-from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stopwatch import Stopwatch, in_order, rate
+from sf_core.stages.run import OpenRun, RunRef, StageResult, commit
+from sf_core.waits import Stopwatch, in_order, rate
 from storage.run_directory import RunDirectory
 
 HOUR_S = 3600.0

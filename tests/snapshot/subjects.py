@@ -23,12 +23,12 @@ from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.control.openapi import make_document
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import RunStatus
-from sf_core.dataplane.gateway.metrics import Metrics
-from sf_core.dataplane.journal.events import Event
+from sf_core.dataplane.gateway.observed import Metrics
+from sf_core.dataplane.journal.journal_file import Event
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.sessions.turn_events import OfTurn
 from sf_core.engines.wire import Frame
-from sf_core.import_path import NAMES
+from sf_core.process.import_path import NAMES
 from storage.tables import batches, judgements, outcomes, schema, scores
 from tests.bench.snapshot.shapes import field_lines, shape
 

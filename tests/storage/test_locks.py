@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.locks import FileLock, HeldError, describe, find_holder
+from storage.local import FileLock, HeldError, describe, find_holder
 
 
 def test_a_held_lock_names_its_holder_until_it_is_closed(tmp_path: Path) -> None:

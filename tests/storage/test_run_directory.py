@@ -6,10 +6,9 @@ from pydantic import BaseModel
 
 from sf_core.config import RunConfig
 from storage import files
-from storage.attempts import Attempt
 from storage.files import FileRef
 from storage.manifests import Manifest
-from storage.run_directory import RunDirectory
+from storage.run_directory import Attempt, RunDirectory
 from tests.bench.runs import stage_data
 
 

@@ -22,7 +22,7 @@ from sf_core.agents.sandbox import bubblewrap, podman
 from sf_core.agents.sandbox.cgroups import ControlGroup, parent_group
 from sf_core.agents.sandbox.porter import receive
 from sf_core.config.programs import SandboxLimits
-from sf_core.environment_variables import select_inherited
+from sf_core.process.environment_variables import select_inherited
 
 log = logging.getLogger(__name__)
 

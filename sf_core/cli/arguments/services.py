@@ -13,7 +13,7 @@ import httpx
 from sf_core.config import RunConfig
 from sf_core.config.addresses import without_password
 from sf_core.dataplane.control.client import tls
-from sf_core.environment_variables import dataplane_url, prefect_api_url, scheduler_address
+from sf_core.process.environment_variables import dataplane_url, prefect_api_url, scheduler_address
 
 CONNECT_S = 3.0
 """Longest wait for a connection."""

@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from sf_core.child_processes import await_keeper, start_kept
 from sf_core.cli.rehearsal.session import DEADLINE_S
 from sf_core.cli.stack.local import stack_environment
 from sf_core.config import RunConfig
-from sf_core.import_path import python_module
+from sf_core.process.child_processes import await_keeper, start_kept
+from sf_core.process.import_path import python_module
 from sf_core.scheduling.cluster import scheduler_of
 from sf_core.stages.preflight.stored_config import begins_anew, has_batch
 from storage.run_directory import RunDirectory

@@ -18,10 +18,10 @@ from sf_core.cli.serving.app_thread import serve_app
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.access import Caller, Keys
 from sf_core.dataplane.gateway.dialects.checks import parse_object, refuse_unsupported_fields
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, SESSIONS, dialect_of
-from sf_core.dataplane.gateway.keys import Caller, Keys
 from sf_core.dataplane.gateway.normalisation import normalise
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Pieces

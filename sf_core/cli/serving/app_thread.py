@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from sf_core.config.addresses import LOOPBACK, listen_at
-from sf_core.dataplane.serving import server_config
+from sf_core.dataplane.http_protocol import server_config
 
 END_S = 10.0
 """Longest wait for a thread at its end; after that it ends with the process."""

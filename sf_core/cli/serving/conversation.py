@@ -13,11 +13,11 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from sf_core.dataplane.chat.contents import IMAGE
+from sf_core.dataplane.chat.messages import IMAGE
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.models.images.placeholders import restore_placeholders
-from sf_core.printable import printable
+from sf_core.process.user_code import printable
 from sf_core.reports.evaluations.judgements import describe_judgement
 from sf_core.types import FinishReason, Ids, Task
 from storage.tables.judgements import Judgement

@@ -16,8 +16,8 @@ from sf_core.dataplane.chat.json_text import repair_json
 from sf_core.dataplane.connections import note_caller
 from sf_core.dataplane.control.client import tls
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.access import Caller, Keys
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
-from sf_core.dataplane.gateway.keys import Caller, Keys
 from sf_core.dataplane.sessions.session import Session
 from storage.json_files import load_json
 

@@ -1,4 +1,4 @@
-"""The process that `sf_core.cli.serving.greedy` starts: a policy answers tasks at temperature 0."""
+"""The process that `sf_core.cli.serving.policy` starts: a policy answers tasks at temperature 0."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sf_core.cli.serving.local_plane import LocalPlane, local_plane
 from sf_core.cli.serving.policy import fit_to_this_process, open_stored, rules_for_single_sessions
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.environments.registry import agent_of, draw_tasks, prepare_of, reward_of
-from sf_core.import_path import import_from, user_folders
-from sf_core.reports.evaluations.answers import GivenAnswer, text_of_answer, write_greedy
+from sf_core.process.import_path import import_from, user_folders
+from sf_core.reports.evaluations.comparison import GivenAnswer, text_of_answer, write_greedy
 from sf_core.types import Endpoint, Task
 from storage.run_directory import RunDirectory
 

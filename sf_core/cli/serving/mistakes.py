@@ -1,14 +1,48 @@
-"""What went wrong in the user's code: the user's own frames, and one sentence with phase, file and line."""
+"""What went wrong in the user's code: the user's own frames, and one sentence with phase, file and line.
+
+Ends code that keeps the event loop from turning: with it, no other session of a worker would go on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from traceback import FrameSummary, TracebackException
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from traceback import FrameSummary, TracebackException, walk_stack
+from types import FrameType
 from typing import Any
 
+from sf_core.agents import event_loop
 from sf_core.agents.phases import Phase
+from sf_core.process.user_code import is_own, own_place, place_of
 from sf_core.types import Endpoint
-from sf_core.user_code import is_own, own_place, place_of
+
+
+class BlockedError(BaseException):
+    """Raised in the user's code that blocks. No `except Exception` of that code can hide it."""
+
+
+@asynccontextmanager
+async def not_blocking() -> AsyncIterator[None]:
+    """Raise BlockedError in the user's code that blocks the loop of the main thread."""
+    thread = threading.get_ident()
+    before = signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        # a signal also ends a call that waits in the kernel
+        with event_loop.watch_for_blocks(lambda frame: signal.pthread_kill(thread, signal.SIGALRM)):
+            yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if frame is not None and any(is_own(at.f_code.co_filename) for at, _ in walk_stack(frame)):
+        raise BlockedError(
+            f"the agent blocked the event loop for {event_loop.BLOCKED_S:g} s: await the slow call, or "
+            "remove `async` from the agent, so that it runs in a thread"
+        )
+
 
 _PHASES: dict[Phase, str] = {
     "tasks": "the agent",

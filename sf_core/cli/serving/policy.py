@@ -1,8 +1,14 @@
-"""Which policy `sf try` and `sf serve` serve, and from which folders."""
+"""Which policy `sf try` and `sf serve` serve, and from which folders.
+
+Greedy answers of a run's policy to a few held-out tasks. The evaluations of a run sample as its training
+does, so that which answers are shown depends on chance.
+"""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,16 +16,52 @@ from sf_core.cli.terminal import hide_progress_bars
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.models.images.processor_config import read_image_processor
+from sf_core.process.import_path import module_environment, python_module
 from sf_core.recipes.gates import All
 from sf_core.reports.view import RunView
+from sf_core.scheduling.cluster import scheduler_of
 from sf_core.stages.preflight.resolve import read_with_derived, resolve, values_of
 from sf_core.stages.preflight.sizes import PolicySizes
 from sf_core.stages.start import name_dtype, start_adapter, warm_folder
+from sf_core.training.backends import trainer_kind
 from sf_core.training.policy_folder import check_model_folder, policy_folder
-from sf_core.training.registry import trainer_kind
 from sf_core.training.teacher_folder import check_version
 from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory
+
+LONGEST_S = 60.0
+"""Longest time that a command waits for the answers. With a small policy they take seconds."""
+
+
+def has_greedy_answers(config: RunConfig) -> bool:
+    """Whether greedy answers can be had here, and may differ from sampled ones. Judges, external agents,
+    servers and workers of a cluster are not asked for them."""
+    is_here = scheduler_of(config) is None and engine_kind(config).needs_torch
+    asks_others = bool(config.environment.judges) or config.rollout.is_external
+    return (
+        is_here
+        and trainer_kind(config).computes_weights
+        and not asks_others
+        and config.rollout.temperature > 0
+    )
+
+
+def ask_greedily(run: RunDirectory, version: int, task_ids: Collection[str]) -> str:
+    """Have a version answer these held-out tasks in another process, which stores the answers. Returns why
+    there are none; empty if there are."""
+    command = python_module("sf_core.cli.serving.greedy_process", run.uri, str(version), *task_ids)
+    try:
+        done = subprocess.run(
+            command,
+            env=module_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=LONGEST_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"they took longer than {LONGEST_S:.0f} s"
+    return "a session failed" if done.returncode else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,18 +22,24 @@ from sf_core.agents.judges.judges import Judges
 from sf_core.agents.phases import MISSING_RETURN, Phases, Work, describe_none, limit_time
 from sf_core.agents.runner import as_json
 from sf_core.cli.serving.app_thread import serve_app
-from sf_core.cli.serving.blocking import BlockedError, not_blocking
 from sf_core.cli.serving.conversation import Printer, SessionPrinter, keep_looking
 from sf_core.cli.serving.forward import Forward
 from sf_core.cli.serving.local_plane import LocalPlane, local_plane
-from sf_core.cli.serving.mistakes import NothingAskedError, PhaseError, explain_silence, name_phase
+from sf_core.cli.serving.mistakes import (
+    BlockedError,
+    NothingAskedError,
+    PhaseError,
+    explain_silence,
+    name_phase,
+    not_blocking,
+)
 from sf_core.cli.serving.policy import check_run, policy_to_try, rules_for_single_sessions
 from sf_core.cli.terminal import console, errors, nothing_else_printed, print_json, say_error
 from sf_core.config import RolloutConfig, RunConfig
-from sf_core.config.failures import CODE_ERRORS
+from sf_core.config.rollout_config import CODE_ERRORS
 from sf_core.dataplane.control.client import refusal_of
-from sf_core.environment_variables import openai_key
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
+from sf_core.process.environment_variables import openai_key
 from sf_core.stages.lease import open_judges
 from sf_core.stages.preflight.first_tasks import task_fault
 from sf_core.types import Endpoint, Task

@@ -22,7 +22,7 @@ from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.import_path import module_environment
+from sf_core.process.import_path import module_environment
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.worker import DASK_SETTINGS
 

@@ -12,7 +12,7 @@ import certifi
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK, is_loopback
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.import_path import python_module
+from sf_core.process.import_path import python_module
 from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
 from storage.files import write_atomic
 

@@ -15,13 +15,13 @@ from xmlrpc.client import Fault
 
 import psutil
 
-from sf_core.child_processes import FLOW_RUN, end_marked, find_carriers
 from sf_core.cli.stack import processes
 from sf_core.cli.stack.local import Ports, Services, stack_environment, start_services
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read_pid
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK, check_free
-from sf_core.environment_variables import (
+from sf_core.process.child_processes import FLOW_RUN, end_marked, find_carriers
+from sf_core.process.environment_variables import (
     CACHE_DIR,
     PREFECT_HOME,
     cache_dir,
@@ -29,8 +29,8 @@ from sf_core.environment_variables import (
     prefect_home,
     why_not_writable,
 )
-from sf_core.import_path import python_module
-from sf_core.process_limits import check_open_files
+from sf_core.process.import_path import python_module
+from sf_core.process.limits import check_open_files
 
 POOL = "sf"
 """Work pool of the Prefect server from which the stack takes flow runs."""

@@ -22,12 +22,12 @@ from xmlrpc.client import Fault, ServerProxy, Transport
 
 import psutil
 
-from sf_core.child_processes import MARK, end_marked, end_with
 from sf_core.cli.stack.processes import Part
-from sf_core.import_path import python_module
+from sf_core.process.child_processes import MARK, end_marked, end_with
+from sf_core.process.import_path import python_module
 from storage.errors import StorageError
 from storage.files import read_bytes, write_atomic
-from storage.local.opening import check_replaceable
+from storage.local import check_replaceable
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from sf_core.child_processes import MARK, end_marked, end_with
-from storage.local.opening import open_own
+from sf_core.process.child_processes import MARK, end_marked, end_with
+from storage.local import open_own
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from sf_core.cli.terminal import (
 from sf_core.config import StorageConfig
 
 if TYPE_CHECKING:
-    from sf_core.sweeps.sweep import OpenSweep, SweepFolder
+    from sf_core.stages.sweeps.sweep import OpenSweep, SweepFolder
 
 commands = App()
 
@@ -122,8 +122,8 @@ def _check_choice(config: list[Path] | None, resume: str | None, show: str | Non
 def _begin(files: list[Path], overrides: list[str], seeds: int, name: str | None) -> OpenSweep:
     from sf_core.cli.sweeps.launch import check_config
     from sf_core.reports.tables import make_printable
-    from sf_core.sweeps.expansion import expand
-    from sf_core.sweeps.sweep import OpenSweep, SweepFolder
+    from sf_core.stages.sweeps.expansion import expand
+    from sf_core.stages.sweeps.sweep import OpenSweep, SweepFolder
     from storage.files import absolute, check_writable
 
     settings_of_sweep = expand(files, overrides, seeds, name, check_config)
@@ -150,9 +150,8 @@ def _run(opened: OpenSweep, at_once: int | None) -> None:
 
 
 def _show(folder: SweepFolder, as_json: bool) -> None:
-    from sf_core.cli.sweeps.show import print_sweep
-    from sf_core.sweeps.results import read_results
-    from sf_core.sweeps.table import to_data
+    from sf_core.cli.sweeps.launch import print_sweep
+    from sf_core.stages.sweeps.results import read_results, to_data
 
     opened = _read(folder)
     if as_json:
@@ -162,14 +161,14 @@ def _show(folder: SweepFolder, as_json: bool) -> None:
 
 
 def _read(folder: SweepFolder) -> OpenSweep:
-    from sf_core.sweeps.sweep import OpenSweep
+    from sf_core.stages.sweeps.sweep import OpenSweep
 
     return OpenSweep.read(folder)
 
 
 def _find(sweep: str) -> SweepFolder:
     """A sweep that is given by its folder, or by its name in the default of `storage.root`."""
-    from sf_core.sweeps.sweep import FOLDER, SweepFolder
+    from sf_core.stages.sweeps.sweep import FOLDER, SweepFolder
     from storage.files import absolute
 
     if "/" not in sweep and not os.path.exists(os.path.join(sweep, "sweep.json")):

@@ -1,4 +1,7 @@
-"""Runs a sweep from the terminal: one stack for all of its runs, the flow, and what the flow tells."""
+"""Runs a sweep from the terminal: one stack for all of its runs, the flow, and what the flow tells.
+
+Prints a sweep: its table, what is missing, and the place of its picture.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,62 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from sf_core.cli.arguments.services import check_services
-from sf_core.cli.command_lock import HeldError, hold_folder
 from sf_core.cli.live import LineProgress, NewLines
+from sf_core.cli.stack.command_lock import HeldError, hold_folder
 from sf_core.cli.stack.local import Services, local_stack, name_started, start_services
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import StackError, Supervisor
-from sf_core.cli.sweeps.show import print_sweep
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.environment_variables import (
+from sf_core.process.environment_variables import (
     count_gpus,
     dataplane_url,
     prefect_api_url,
 )
-from sf_core.import_path import import_from, python_module
+from sf_core.process.import_path import import_from, python_module
+from sf_core.reports.tables import make_printable, make_table
 from sf_core.scheduling.cluster import find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import SPLITS, Facts
 from sf_core.stages.preflight.sizes import PolicySizes, bytes_of_two_workers
-from sf_core.sweeps.request import SweepRequest
-from sf_core.sweeps.results import count_states, describe_states, read_results, unfinished
-from sf_core.sweeps.shares import copy_workers
-from sf_core.sweeps.sweep import OpenSweep
-from sf_core.training.registry import trainer_kind
+from sf_core.stages.sweeps.expansion import SweepRequest
+from sf_core.stages.sweeps.results import (
+    HEADINGS,
+    LEGEND,
+    count_states,
+    describe_states,
+    draw,
+    list_faults,
+    read_results,
+    setting_row,
+    unfinished,
+)
+from sf_core.stages.sweeps.sweep import OpenSweep, copy_workers
+from sf_core.training.backends import trainer_kind
 from storage.errors import StorageError
+from storage.files import write_atomic
 from storage.run_directory import RunDirectory
+
+
+def print_sweep(opened: OpenSweep, console: Console) -> list[str]:
+    """Print the table and write the picture; returns the lines below the table."""
+    results = read_results(opened)
+    table: Table = make_table(f"sweep {opened.sweep.name}: {describe_states(results)}")
+    table.add_column(HEADINGS[0])
+    for heading in HEADINGS[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(*(Text(make_printable(cell)) for cell in setting_row(result)))
+    console.print(table)
+    picture = opened.folder.path("summary.png")
+    write_atomic(picture, draw(opened, results))
+    return [LEGEND, *map(make_printable, list_faults(results)), f"picture  {picture}"]
+
 
 LOOK_S = 0.4
 

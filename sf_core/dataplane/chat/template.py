@@ -20,8 +20,7 @@ import jinja2.meta
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sf_core.dataplane.chat.contents import image_parts_of
-from sf_core.dataplane.chat.messages import Message, text_of
+from sf_core.dataplane.chat.messages import Message, image_parts_of, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
 from storage.files import read_bytes
 

@@ -13,8 +13,7 @@ from itertools import chain, product
 
 import jinja2
 
-from sf_core.dataplane.chat.contents import IMAGE, canonical
-from sf_core.dataplane.chat.messages import Message, tool_call
+from sf_core.dataplane.chat.messages import IMAGE, Message, canonical, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 
 Render = Callable[[list[Message], list[Tool]], str]

@@ -13,17 +13,16 @@ from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
+from sf_core.config.addresses import OwnAddresses
 from sf_core.dataplane.control.control_route import ControlRoute
 from sf_core.dataplane.control.engine_socket import serve_connection
 from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.routes import router
+from sf_core.dataplane.gateway.access import KeyMiddleware, Keys
 from sf_core.dataplane.gateway.agent_routes import REFUSALS, agent_routes
-from sf_core.dataplane.gateway.keys import KeyMiddleware, Keys
-from sf_core.dataplane.gateway.metrics import Metrics
-from sf_core.dataplane.gateway.observed import ObservationMiddleware
+from sf_core.dataplane.gateway.observed import Metrics, ObservationMiddleware
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.own_addresses import OwnAddresses
 
 DEFAULTS = DataplaneOptions()
 

@@ -22,9 +22,9 @@ from starlette.routing import Route
 from sf_core.dataplane.api_schemas import MAX_INDEX
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError, WrongField
+from sf_core.dataplane.gateway.access import Caller
 from sf_core.dataplane.gateway.dialects.checks import parse_json
 from sf_core.dataplane.gateway.endpoint import read_body
-from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.large_requests import in_thread_if, is_large_body
 
 Answer = Mapping[str, Any]

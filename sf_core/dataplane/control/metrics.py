@@ -13,7 +13,7 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sf_core.config.failures import REASONS
+from sf_core.config.rollout_config import REASONS
 from sf_core.dataplane.routing.connection import EngineState
 from sf_core.dataplane.runs.results import NUM_RECENT
 from sf_core.dataplane.runs.run import ServedRun

@@ -17,12 +17,9 @@ from typing import Any
 
 from sf_core.dataplane.api_schemas import FinishBody, GroupBody, RunSpec, SessionBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, WrongField
-from sf_core.dataplane.gateway.keys import Caller
-from sf_core.dataplane.gateway.lookup import Lookup, no_model
-from sf_core.dataplane.journal.fence import Fence
+from sf_core.dataplane.gateway.access import Caller, Lookup, no_model
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.journal.open_runs import OpenRuns
-from sf_core.dataplane.journal.ownership import Owner
+from sf_core.dataplane.journal.ownership import Fence, OpenRuns, Owner
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.claiming import declare_group, open_session, take_from_silent_runners

@@ -20,14 +20,13 @@ from sf_core.dataplane.control.openapi import make_document
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, run_status
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.access import Caller, no_session
 from sf_core.dataplane.gateway.dialects.registry import GROUPS, SESSION, SESSIONS
-from sf_core.dataplane.gateway.keys import Caller
-from sf_core.dataplane.gateway.lookup import no_session
 from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.sessions.export import session_tree
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.sessions.view import session_tree
 from sf_core.types import WeightsRef
 
 RUN = "/runs/{run_id}"

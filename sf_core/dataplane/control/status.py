@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any, cast
 
-from sf_core.config.failures import failures_text
+from sf_core.config.rollout_config import failures_text
 from sf_core.dataplane.api_schemas import RunStatus, Spent, Straggler
 from sf_core.dataplane.runs.decide import Readiness, num_open_sessions, num_sessions_left
 from sf_core.dataplane.runs.groups import Group

@@ -15,10 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, is_temporary, remedy
+from sf_core.dataplane.gateway.access import Lookup, no_model
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, dialect_of
-from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCountEndpoint, TurnEndpoint
-from sf_core.dataplane.gateway.lookup import Lookup, no_model
-from sf_core.dataplane.gateway.order import RequestOrder
+from sf_core.dataplane.gateway.endpoint import ID_HEADERS, RequestOrder, TokenCountEndpoint, TurnEndpoint
 
 
 def agent_routes(sessions: Lookup[Any]) -> list[Route]:

@@ -1,6 +1,9 @@
 """The endpoints that turn HTTP requests of agents into turns, and turns into responses.
 
 Owns reading bodies, forwarding pieces and noticing clients that go away, hence ASGI endpoints.
+
+The order of a session's requests. Each request is read and opened before the next one, even if it is large
+and waits for threads. Their answers come in any order.
 """
 
 from __future__ import annotations
@@ -9,12 +12,14 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from sf_core.dataplane.chat.contents import CHARACTERS, PLACEHOLDERS
+from sf_core.dataplane.chat.messages import CHARACTERS, PLACEHOLDERS
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, ContextOverflow, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
     MAX_TOOLS_BYTES,
@@ -27,15 +32,29 @@ from sf_core.dataplane.gateway.dialects.checks import (
 )
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.gateway.normalisation import normalise
-from sf_core.dataplane.gateway.order import RequestOrder
 from sf_core.dataplane.large_requests import SMALL_CHARACTERS, in_thread_if, is_large_body, trim_memory_after
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.live_turn import LiveTurns
 from sf_core.dataplane.turns.opening import count_tokens, open_turns
-from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
+from sf_core.dataplane.turns.request import RequestFingerprint, TurnRequest
 from sf_core.dataplane.turns.subscriber import Subscriber
+
+
+class RequestOrder:
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def enter(self, session_id: str | None) -> AbstractAsyncContextManager[None]:
+        """A context that the requests of a session enter one by one, in the order of their arrival. None: the
+        request has a session of its own."""
+        if session_id is None:
+            return nullcontext()
+        lock = self._locks.get(session_id)
+        if lock is None:
+            lock = self._locks[session_id] = asyncio.Lock()
+        return lock
+
 
 MAX_BODY_BYTES = 8 * 2**20
 """Most bytes of a request without its images."""

@@ -22,9 +22,7 @@ from typing import Any, TypeVar
 
 from sf_core.dataplane.conditions import Condition
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, remedy
-from sf_core.dataplane.journal.events import Event
-from sf_core.dataplane.journal.framing import frame
-from sf_core.dataplane.journal.journal_file import PIECE_BYTES, JournalFile
+from sf_core.dataplane.journal.journal_file import PIECE_BYTES, Event, JournalFile, frame
 from sf_core.dataplane.journal.ownership import NotOwnedError, Owner
 from sf_core.dataplane.options import Fsync
 

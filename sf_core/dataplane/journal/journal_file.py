@@ -6,6 +6,13 @@ left, with the length that it left, except for the beginning of a failed write o
 Where locks have no effect, an earlier owner may still append. A process therefore writes only to a file that
 it made: before its first write it copies the records that it has read, so an earlier owner finds another file
 at the path.
+
+The frames of a journal's file. Each frame holds a record: length, CRC-32, payload.
+
+The encoding of events in a journal, as MessagePack: the tag of the event, then its fields in order.
+
+Token ids and log-probs are the bytes of their arrays. Keys are in plain text: no other user may read a
+journal.
 """
 
 from __future__ import annotations
@@ -13,15 +20,87 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar, get_args, get_origin
 
-from sf_core.dataplane.journal.framing import frames, payload
+import msgspec
+import numpy as np
+from pydantic import BaseModel, SecretStr, ValidationError
+
 from sf_core.dataplane.journal.ownership import NotOwnedError, Owner, Ownership
-from storage.local.opening import open_own
+from storage.json_files import first_fault
+from storage.local import open_own
+
+_HEADER = struct.Struct("<II")
+
+
+def frame(event: Event) -> bytes:
+    return frame_payload(encode(event))
+
+
+def frame_payload(payload: bytes) -> bytes:
+    return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def frames(file: BinaryIO) -> Iterator[bytes]:
+    """Frames of a file, up to the first broken one."""
+    while len(header := file.read(_HEADER.size)) == _HEADER.size:
+        length, checksum = _HEADER.unpack(header)
+        num_left = os.fstat(file.fileno()).st_size - file.tell()
+        # a file system leaves zeros where nothing was written
+        if not 0 < length <= num_left:
+            return
+        payload = file.read(length)
+        if zlib.crc32(payload) != checksum:
+            return
+        yield header + payload
+
+
+def payload(frame: bytes) -> bytes:
+    return frame[_HEADER.size :]
+
+
+class Event(msgspec.Struct, array_like=True):
+    """An event of a run, with all facts that are needed to repeat its effect.
+
+    Each kind names the tag that journals hold, so that a class may be renamed.
+    """
+
+
+def make_decoder(kind: Any) -> Callable[[bytes], Any]:
+    """A function that decodes a value of this type, or union of types. It raises ValueError for other
+    values."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_field).decode
+
+
+def _decode_field(kind: Any, data: Any) -> Any:
+    # compared by origin: an alias of numpy 2.5 on Python 3.12 does not equal the type that msgspec passes
+    if get_origin(kind) is np.ndarray:
+        _shape, dtype = get_args(kind)
+        return np.frombuffer(data, *get_args(dtype))
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(first_fault(error)) from None
+
+
+def _encode_field(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    raise TypeError(f"{value!r} cannot be recorded")
+
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_encode_field).encode
+
 
 log = logging.getLogger(__name__)
 

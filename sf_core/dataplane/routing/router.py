@@ -25,8 +25,13 @@ from sf_core.dataplane.routing.connection import (
 )
 from sf_core.dataplane.routing.generation import Generation, submitted_by_request
 from sf_core.dataplane.routing.rebalancing import plan_moves
-from sf_core.dataplane.routing.suspects import MAX_FAULTS, assign_trials, mark_suspects
-from sf_core.dataplane.routing.wait_queue import QueueLimits, WaitQueue
+from sf_core.dataplane.routing.wait_queue import (
+    MAX_FAULTS,
+    QueueLimits,
+    WaitQueue,
+    assign_trials,
+    mark_suspects,
+)
 from sf_core.engines import wire
 from sf_core.types import Chunk, WeightsRef
 

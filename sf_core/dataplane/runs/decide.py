@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from sf_core.config.failures import Reason
+from sf_core.config.rollout_config import Reason
 from sf_core.dataplane.runs.events import Admitted
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.ledger import Batch, Ledger

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sf_core.config import RolloutConfig
-from sf_core.config.failures import REASONS, failures_text
+from sf_core.config.rollout_config import REASONS, failures_text
 from sf_core.dataplane.api_schemas import FinishBody, RewardBody
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.runs import decide, events

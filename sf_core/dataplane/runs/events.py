@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from sf_core.config.failures import Reason
+from sf_core.config.rollout_config import Reason
 from sf_core.dataplane.api_schemas import RunSpec
-from sf_core.dataplane.journal.events import Event, make_decoder
+from sf_core.dataplane.journal.journal_file import Event, make_decoder
 from sf_core.dataplane.runs.ledger import Batch
 from sf_core.dataplane.sessions.claims import Claim, is_external
 from sf_core.dataplane.sessions.finished import FinishedSession, JudgedSession

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from sf_core.config.failures import REASONS, Reason
+from sf_core.config.rollout_config import REASONS, Reason
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split
 from sf_core.recipes.outcomes import Outcome, Pick, Result
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from sf_core.config import RolloutConfig
-from sf_core.config.failures import Reason
+from sf_core.config.rollout_config import Reason
 from sf_core.dataplane.runs.groups import Group, Progress
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.recipes.curriculum import Tasks

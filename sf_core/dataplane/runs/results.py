@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from sf_core.config.failures import REASONS
+from sf_core.config.rollout_config import REASONS
 from sf_core.dataplane.api_schemas import MAX_PARTS, MAX_STEPS, FinishBody, RewardBody, RunSpec
 from sf_core.dataplane.errors import ApiError, WrongField
-from sf_core.dataplane.journal.events import encode
+from sf_core.dataplane.journal.journal_file import encode
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split, is_external
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.memory_budget import MemoryBudget

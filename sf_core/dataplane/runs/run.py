@@ -18,10 +18,9 @@ from sf_core.dataplane.api_schemas import PauseMode, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.conditions import Condition
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
-from sf_core.dataplane.journal.fence import Fence
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.journal.ownership import NotOwnedError
-from sf_core.dataplane.media.media import Media
+from sf_core.dataplane.journal.ownership import Fence, NotOwnedError
+from sf_core.dataplane.media import Media
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import QueueLimits

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from sf_core.config.failures import REASONS, count_failures, failures_text
+from sf_core.config.rollout_config import REASONS, count_failures, failures_text
 from sf_core.dataplane.errors import ApiError, unwritable
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.events import Sealed, Stored
@@ -27,8 +27,7 @@ from sf_core.dataplane.runs.ledger import Batch
 from sf_core.dataplane.runs.results import row_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import SessionSlot
-from sf_core.dataplane.sessions.finished import FinishedSession
-from sf_core.dataplane.sessions.judgements import summarise
+from sf_core.dataplane.sessions.finished import FinishedSession, summarise
 from sf_core.recipes.gates import Kind, kind_of
 from sf_core.recipes.outcomes import SEALED, Outcome, Success
 from storage.run_directory import RunDirectory

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sf_core.config.failures import REASONS
+from sf_core.config.rollout_config import REASONS
 from sf_core.dataplane.api_schemas import RewardBody, RunSpec
 from sf_core.dataplane.journal.journal import Compaction
 from sf_core.dataplane.runs import events
@@ -21,8 +21,7 @@ from sf_core.dataplane.runs.ledger import Batch, Ledger
 from sf_core.dataplane.runs.results import Dropped, Ends, RecentResults, Results, result_of
 from sf_core.dataplane.runs.runners import Scoring
 from sf_core.dataplane.sessions.claims import Claim, ExternalMode, SessionSlot
-from sf_core.dataplane.sessions.finished import FinishedSession
-from sf_core.dataplane.sessions.judgements import Spent, count_discarded
+from sf_core.dataplane.sessions.finished import FinishedSession, Spent, count_discarded
 from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import OfTurn, Overflowed, Sampled, TurnEnded, TurnEvent

@@ -3,6 +3,8 @@
 Every sampled token is trained in exactly one branch, the first that contains it; later branches repeat it
 with mask False, as all do tokens that followed a grammar. Iterative, because trees may be thousands of turns
 deep.
+
+A session's turn tree as JSON, for people and tools that inspect it.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from sf_core.config.failures import Status
-from sf_core.dataplane.api_schemas import FinishBody
+from sf_core.config.rollout_config import Status
+from sf_core.dataplane.api_schemas import FinishBody, RunSpec
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.tree import Node, walk_path
@@ -209,3 +212,53 @@ def _prompt_spans(prompt: Prompt, end: int, stop_ids: tuple[int, ...]) -> list[T
         TurnSpan(role, prompt.start + start, prompt.start + stop)
         for role, (start, stop) in zip(roles, pairwise(edges), strict=True)
     ]
+
+
+_NO_REWARD: dict[str, Any] = {"reward": None, "reward_parts": {}, "step_rewards": {}}
+"""The fields of a session without a reward so far."""
+
+
+def session_tree(spec: RunSpec, session: Session) -> dict[str, Any]:
+    """Prompts and turns refer to each other by their positions in the two lists."""
+    turn_indices = {turn: i for i, turn in enumerate(session.turns)}
+    claim = session.claim
+    return {
+        "session_id": session.session_id,
+        "run_id": spec.run_id,
+        "policy": spec.served_model,
+        "split": None if claim is None else claim.slot.split,
+        "group": session.group if claim is None else claim.slot.group,
+        "task_id": session.task_id,
+        "environment": session.environment,
+        "metadata": session.metadata,
+        **(_NO_REWARD if session.earned is None else session.earned.model_dump()),
+        "started_at": session.started_at,
+        "turns_running": len(session.running),
+        "branch_reasons": dict(session.branch_reasons),
+        "prompts": [_describe_prompt(prompt, turn_indices) for prompt in session.prompts],
+        "turns": [_describe_turn(turn) for turn in session.turns],
+    }
+
+
+def _describe_prompt(prompt: Prompt, turn_indices: dict[Turn, int]) -> dict[str, Any]:
+    return {
+        "parent_turn": None if prompt.continues is None else turn_indices[prompt.continues],
+        "num_tokens": prompt.end,
+        "num_new_tokens": len(prompt.ids),
+        "messages": prompt.messages,
+        "branch_reason": prompt.branch_reason,
+    }
+
+
+def _describe_turn(turn: Turn) -> dict[str, Any]:
+    versions = turn.versions
+    return {
+        "prompt": turn.prompt.index,
+        "message": turn.message,
+        "num_tokens": len(turn.ids),
+        "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,
+        "finish_reason": turn.finish_reason.value,
+        "engine": turn.engine,
+        "interruptions": turn.interruptions,
+        "unparsed_calls": turn.num_unparsed_calls,
+    }

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sf_core.dataplane.journal.events import Event, make_decoder
+from sf_core.dataplane.journal.journal_file import Event, make_decoder
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.tree import LastTurnBoundary, PrefixDigest, Prompt, Turn
 from sf_core.types import Chunk, FinishReason, Ids, Sampling

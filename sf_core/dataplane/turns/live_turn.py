@@ -22,9 +22,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.conditions import Condition
 from sf_core.dataplane.errors import ApiError, EngineFailed
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.media.media import Media
-from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.routing.pace import StreamPace
+from sf_core.dataplane.media import Media
+from sf_core.dataplane.routing.generation import Generation, StreamPace
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.memory_budget import MemoryBudget
@@ -41,10 +40,8 @@ from sf_core.dataplane.sessions.turn_events import (
     TurnEnded,
     TurnKey,
 )
-from sf_core.dataplane.turns.answer import Answer, Pieces
-from sf_core.dataplane.turns.answer_reader import AnswerReader
-from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
+from sf_core.dataplane.turns.answer import Answer, AnswerReader, Pieces
+from sf_core.dataplane.turns.request import RequestFingerprint, TurnRequest
 from sf_core.dataplane.turns.sampling import choose_sampling, limit_tokens
 from sf_core.types import FinishReason, GenerationRequest, ImageSpan
 

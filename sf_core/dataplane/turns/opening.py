@@ -25,10 +25,9 @@ from sf_core.dataplane.sessions.encoding import Draft, Encoded
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.tree import Prompt
 from sf_core.dataplane.sessions.turn_events import RecordedTurn
-from sf_core.dataplane.turns.answer_reader import AFTER_THINKING
+from sf_core.dataplane.turns.answer import AFTER_THINKING
 from sf_core.dataplane.turns.live_turn import LiveTurn, LiveTurns
-from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
+from sf_core.dataplane.turns.request import RequestFingerprint, TurnRequest
 from sf_core.dataplane.turns.subscriber import Subscriber
 from sf_core.types import Ids, to_ids
 

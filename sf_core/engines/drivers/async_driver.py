@@ -13,9 +13,7 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.connection import Connection, broadcast
 
 from sf_core.engines import wire
-from sf_core.engines.drivers.connection import DataPlaneAddress
-from sf_core.engines.drivers.driver import Driver, count_tokens, describe_error
-from sf_core.engines.drivers.spans import MAX_SPAN_S
+from sf_core.engines.drivers.driver import MAX_SPAN_S, DataPlaneAddress, Driver, count_tokens, describe_error
 from sf_core.engines.protocol import (
     AsyncEngine,
     EngineLostError,

@@ -7,7 +7,7 @@ from typing import cast
 
 from sf_core.engines import wire
 from sf_core.engines.drivers.async_driver import AsyncDriver
-from sf_core.engines.drivers.spans import Recorder
+from sf_core.engines.drivers.driver import Recorder
 from sf_core.engines.drivers.step_driver import StepDriver
 from sf_core.engines.protocol import AsyncEngine, Engine, StepEngine
 

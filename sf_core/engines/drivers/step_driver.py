@@ -11,9 +11,7 @@ from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
 from sf_core.engines import wire
-from sf_core.engines.drivers.connection import DataPlaneAddress
-from sf_core.engines.drivers.driver import Driver, count_tokens, describe_error
-from sf_core.engines.drivers.spans import BUSY_GAP_S
+from sf_core.engines.drivers.driver import BUSY_GAP_S, DataPlaneAddress, Driver, count_tokens, describe_error
 from sf_core.engines.protocol import EngineLostError, StepEngine, StepFailedError, WeightsRefusedError
 from sf_core.types import GenerationRequest, Sampling
 

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from sf_core.engines.torch.adapters import Factors
 from sf_core.engines.torch.kv_cache import CacheShape, KVCache
-from sf_core.engines.torch.params import CopiedParams
+from sf_core.engines.torch.params import CopiedParams, Factors
 from sf_core.engines.torch.transformers_model import TransformersModel, unmap_params
 from sf_core.models.context import check_context
 from sf_core.models.decoder import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sf_core.models.cache_size import layer_elements
+from sf_core.models.context import layer_elements
 
 _BLOCK = 16
 """Capacities and spans are multiples of this many positions."""

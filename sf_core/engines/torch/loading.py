@@ -12,9 +12,8 @@ import psutil
 import torch
 
 from sf_core.engines.host_weights import HostWeights
-from sf_core.engines.torch.adapters import Factors, read_factors
 from sf_core.engines.torch.cached_model import CachedModel, open_model
-from sf_core.engines.torch.params import CopiedParams, read_params
+from sf_core.engines.torch.params import CopiedParams, Factors, read_factors, read_params
 from sf_core.models.adapter import AdapterVersions
 from sf_core.types import WeightsRef
 from storage.files import local_folder

@@ -28,7 +28,7 @@ from sf_core.engines.torch.prefill import prefill, to_device
 from sf_core.engines.torch.slots import SlotTable
 from sf_core.models.counter import uniforms
 from sf_core.models.sampling import sample
-from sf_core.process_limits import trim_memory
+from sf_core.process.limits import trim_memory
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 from storage.files import join, read_bytes
 

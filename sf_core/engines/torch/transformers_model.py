@@ -12,9 +12,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
 from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights_from_state_dict
 
-from sf_core.engines.torch.adapters import Factors
 from sf_core.engines.torch.kv_cache import CacheShape, KVCache, Placement
-from sf_core.engines.torch.params import CopiedParams
+from sf_core.engines.torch.params import CopiedParams, Factors
 from sf_core.models.decoder import DOWN, UP, LowRank
 
 

@@ -6,12 +6,16 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.vllm.images import MultimodalRequests
-from sf_core.engines.vllm.limits import check_cpu_build, check_shape
-from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import GRAMMAR_ARGUMENT, EngineServer, make_arguments
+from sf_core.engines.vllm.server import (
+    GRAMMAR_ARGUMENT,
+    EngineServer,
+    check_cpu_build,
+    check_shape,
+    make_arguments,
+)
 from sf_core.engines.vllm.vllm_engine import VllmEngine
-from sf_core.engines.vllm.weight_loading import FullWeights, LoraWeights
-from sf_core.environment_variables import has_gpu, vllm_python
+from sf_core.engines.vllm.weight_loading import FullWeights, LoraWeights, PolicyFolder
+from sf_core.process.environment_variables import has_gpu, vllm_python
 from storage.run_directory import RunDirectory
 
 

@@ -14,11 +14,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import httpx
 
 from sf_core.config.rollout_config import JudgeConfig
-from sf_core.engines.vllm.limits import check_cpu_build
-from sf_core.engines.vllm.server import VllmServer
-from sf_core.environment_variables import has_gpu, vllm_python
-from sf_core.models.cache_size import cache_bytes
-from sf_core.models.context import longest_context
+from sf_core.engines.vllm.server import VllmServer, check_cpu_build
+from sf_core.models.context import cache_bytes, longest_context
+from sf_core.process.environment_variables import has_gpu, vllm_python
 from sf_core.types import Endpoint
 from sf_core.waits import waiting_for
 from storage.files import join, read_bytes

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
-from sf_core.environment_variables import teacher_key
+from sf_core.process.environment_variables import teacher_key
 from sf_core.waits import Wait, waiting_for
 
 CONCURRENCY = 32

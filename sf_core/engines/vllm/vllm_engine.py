@@ -20,10 +20,9 @@ from typing import Any
 from sf_core.engines.drivers.driver import describe_error
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
-from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
+from sf_core.engines.vllm.client import RequestRefusedError, VllmClient, VllmTurn
 from sf_core.engines.vllm.images import MultimodalRequests
 from sf_core.engines.vllm.server import EngineServer
-from sf_core.engines.vllm.turn import VllmTurn
 from sf_core.engines.vllm.weight_loading import WeightLoading
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from sf_core.environments.environment import Environment
-from sf_core.environments.instructions.constraints import KINDS, draw_kinds, words_of
-from sf_core.environments.instructions.words import subjects
+from sf_core.environments.instructions.constraints import KINDS, draw_kinds, subjects, words_of
 from sf_core.environments.splits import Split
 from sf_core.settings import quote
 from sf_core.types import Endpoint, Task

@@ -15,9 +15,8 @@ from sf_core.agents.sandbox import Sandbox, SandboxError, open_sandbox, why_no_s
 from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
 from sf_core.config.programs import SandboxLimits
 from sf_core.environments.environment import Environment
-from sf_core.environments.repositories.dataset import Instance, read_instances
+from sf_core.environments.repositories.dataset import Instance, check_sources, files_at, read_instances
 from sf_core.environments.repositories.scoring import fault_of_row, find_failing_tests
-from sf_core.environments.repositories.sources import check_sources, files_at
 from sf_core.environments.repositories.workspace import changes_of, commit_all, hide_originals, run_shell
 from sf_core.environments.splits import Split, split_of
 from sf_core.types import Endpoint, Task

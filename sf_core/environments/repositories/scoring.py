@@ -16,7 +16,7 @@ from sf_core.agents.command_output import CommandOutput, NoAnswerError
 from sf_core.agents.folders import is_name_below
 from sf_core.agents.sandbox import Ended, Sandbox, SandboxError
 from sf_core.environments.repositories.dataset import Instance, paths_in
-from sf_core.environments.repositories.patches import APPLY_S, STRICT, apply_patch, cut, fits
+from sf_core.environments.repositories.workspace import APPLY_S, STRICT, apply_patch, cut, fits
 
 INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 

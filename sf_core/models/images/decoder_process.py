@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 
 from PIL import Image
 
-from sf_core.import_path import module_environment, python_module
 from sf_core.models.images.preprocess import PreprocessedImage, preprocess_image
 from sf_core.models.images.processor_config import ImageProcessorConfig, UnusableImageError
+from sf_core.process.import_path import module_environment, python_module
 
 MAX_MEMORY = 2**30
 """Most bytes of memory of a process. Within the limit of pixels only WebP takes more, with 16 bytes for each

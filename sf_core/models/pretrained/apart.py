@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
-from sf_core.import_path import module_environment, python_module
+from sf_core.process.import_path import module_environment, python_module
 
 
 def call_in_subprocess(

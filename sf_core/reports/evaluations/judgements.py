@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from sf_core.config.failures import failures_text
+from sf_core.config.rollout_config import failures_text
 from sf_core.reports.iterations import Iteration
 from sf_core.reports.sessions import SessionSet
 from sf_core.reports.view import RunView

@@ -13,15 +13,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from sf_core.reports.evaluations.answers import compare_ends
-from sf_core.reports.evaluations.comparison import read_comparisons
+from sf_core.reports.evaluations.comparison import compare_ends, read_comparisons
 from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.iterations import Iteration
 from sf_core.reports.timeline import record_devices
 from sf_core.reports.view import RunView
 from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.timeline import Span
-from sf_core.stopwatch import Window
+from sf_core.waits import Window
 from storage.errors import StorageError
 from storage.run_directory import STAGES
 from storage.tables.batches import read_batch

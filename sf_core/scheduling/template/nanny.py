@@ -13,7 +13,7 @@ from typing import Any
 import dask
 import distributed.utils
 
-from sf_core.environment_variables import computes_nothing
+from sf_core.process.environment_variables import computes_nothing
 
 HEAVY = {
     "rollout": ("torch",),

@@ -11,15 +11,6 @@ from sf_core.config.programs import Command
 from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.registry import engine_kind
-from sf_core.environment_variables import (
-    CACHE_DIR,
-    PREFECT_HOME,
-    cache_dir,
-    check_place,
-    prefect_api_url,
-    prefect_home,
-    vllm_python,
-)
 from sf_core.environments.registry import (
     agent_of,
     check_host,
@@ -31,7 +22,16 @@ from sf_core.environments.registry import (
 )
 from sf_core.models.context import check_context
 from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES, read_image_processor
-from sf_core.process_limits import check_open_files
+from sf_core.process.environment_variables import (
+    CACHE_DIR,
+    PREFECT_HOME,
+    cache_dir,
+    check_place,
+    prefect_api_url,
+    prefect_home,
+    vllm_python,
+)
+from sf_core.process.limits import check_open_files
 from sf_core.reports.view import RunView
 from sf_core.stages.preflight.facts import Check, Facts, UnknownFactError, known
 from sf_core.stages.preflight.first_tasks import curriculum_fault, predict_warnings, tasks_fault
@@ -44,8 +44,8 @@ from sf_core.stages.preflight.other_models import (
 )
 from sf_core.stages.preflight.sizes import SURE_PART, PolicySizes, disk_bytes, gb, warn_of_rates
 from sf_core.stages.preflight.start_folder import warms_model
+from sf_core.training.backends import check_installed, trainer_kind
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
-from sf_core.training.registry import check_installed, trainer_kind
 from sf_core.training.teacher_folder import check_version
 from storage.files import absolute, folder_bytes, is_local
 from storage.run_directory import RunDirectory

@@ -6,7 +6,7 @@ from __future__ import annotations
 from sf_core.agents.runner import first_index
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.environments.calls import NoTaskError, find_difference, find_same
+from sf_core.environments.environment import NoTaskError, find_difference, find_same
 from sf_core.environments.registry import (
     draw_tasks,
     parts_of,
@@ -14,9 +14,9 @@ from sf_core.environments.registry import (
     source_of_tasks,
     tasks_of,
 )
+from sf_core.process.user_code import own_place
 from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.preflight.idle import warn_of_idle
-from sf_core.user_code import own_place
 
 NUM_HELD_OUT = 64
 NUM_TRAINED = 256

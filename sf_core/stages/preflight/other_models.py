@@ -10,8 +10,7 @@ from typing import Any
 from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.engines.vllm.limits import check_cpu_build
-from sf_core.environment_variables import vllm_python
+from sf_core.engines.vllm.server import check_cpu_build
 from sf_core.environments.registry import group_reward_of, reward_of
 from sf_core.models.context import longest_context
 from sf_core.models.images.processor_config import read_image_processor
@@ -20,11 +19,12 @@ from sf_core.models.pretrained.needed_weights import (
     check_weights,
     find_missing_quantized_modules,
 )
+from sf_core.process.environment_variables import vllm_python
+from sf_core.process.user_code import name_function
 from sf_core.scheduling.cluster import workers_here
 from sf_core.stages.preflight.facts import Facts, known
 from sf_core.training.policy_folder import is_quantised, policy_folder, read_model_config
 from sf_core.training.teacher_folder import SETTING, check_vocabulary, count_rows, read_tokenizer
-from sf_core.user_code import name_function
 from storage.tensors.weights import PICKLES, WEIGHT_FILES, has_weights, open_weights
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.config.train_config import CHECKPOINT_BYTES, DEFAULT_PASS_TOKENS
 from sf_core.engines.registry import engine_kind
-from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, cache_bytes, count_builtin_parameters
+from sf_core.models.context import DTYPE_BYTES, LEAN_TYPES, cache_bytes, count_builtin_parameters
 from sf_core.models.images.processor_config import FEATURE_CACHE_BYTES, MULTIMODAL_MODEL_TYPES
 from sf_core.stages.preflight.lora import TrainedAdapter
 from sf_core.stages.preflight.resolve import (

@@ -9,7 +9,7 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.models.adapter import list_linears, read_adapter
-from sf_core.models.cache_size import builtin_shape
+from sf_core.models.context import builtin_shape
 from sf_core.models.images.processor_config import MULTIMODAL_MODEL_TYPES
 from sf_core.stages.preflight.lora import (
     TrainedAdapter,

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.models.cache_size import DTYPE_BYTES
-from sf_core.models.context import longest_context
+from sf_core.models.context import DTYPE_BYTES, longest_context
 from sf_core.training import teacher_folder as folders
 from sf_core.training.policy_folder import count_parameters, count_vision_tower, read_model_config
 from sf_core.training.teacher_folder import SETTING, TeacherFolder

@@ -32,16 +32,14 @@ from transformers import AutoConfig
 from sf_core.config import TrainConfig
 from sf_core.config.run_config import DtypeName
 from sf_core.models.decoder import decoder_spec
-from sf_core.training.megatron.groups import make_groups
 from sf_core.training.megatron.limits import check_shape
-from sf_core.training.megatron.mapping import VALUE_HEAD, ParameterParts
+from sf_core.training.megatron.mapping import VALUE_HEAD, ParameterParts, make_groups
 from sf_core.training.megatron.network import MegatronNetwork
 from sf_core.training.megatron.on_cpu import cuda_means_cpu
 from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.ranks import Ranks, exchange
 from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss, are_finite
-from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
-from storage.tensors.shards import Slice, Slices
+from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER, Slice, Slices
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.engines.torch.torch_engine import local_device
 from sf_core.models.images.processor_config import read_image_processor
 from sf_core.reports.view import RunView
-from sf_core.training.protocol import TrainedRun
+from sf_core.training.backends import TrainedRun
 from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
 from sf_core.training.teacher_folder import TeacherFolder, find_teacher, version_of
-from sf_core.training.torch.ranks import Ranks
-from sf_core.training.torch.rendezvous import Rendezvous
+from sf_core.training.torch.ranks import Ranks, Rendezvous
 from sf_core.training.torch.teaching import FrozenModels, Name
 from sf_core.training.torch.torch_model import AdapterVersionModel, FrozenModel, TorchModel
 from sf_core.training.torch.trained_model import DistributedModel, TrainedModel

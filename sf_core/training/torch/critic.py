@@ -12,8 +12,7 @@ from sf_core.recipes.losses import Critic
 from sf_core.training.packing.rows import Row
 from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
-from storage.tensors.checkpoints import PARTS
-from storage.tensors.shards import Slice, Slices
+from storage.tensors.checkpoints import PARTS, Slice, Slices
 
 _PREFIX = "critic."
 """Before the names of its parameters in checkpoints."""

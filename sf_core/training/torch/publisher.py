@@ -1,8 +1,14 @@
-"""What rank 0 stores of a version for engines: the weights, and what changed since the version before."""
+"""What rank 0 stores of a version for engines: the weights, and what changed since the version before.
+
+Work beside the train step, in a thread of its own: one piece after the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextvars import copy_context
 
 import torch
 
@@ -12,6 +18,35 @@ from storage.tensors.shared_memory import share
 from storage.tensors.tensor_bytes import TensorBytes
 from storage.tensors.weight_delta import open_base, save_delta
 from storage.tensors.weights import DIGEST, pack_weights, save_adapter, save_tensors, save_weights
+
+
+class Background:
+    def __init__(self) -> None:
+        self._last: Future[None] | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Begin work, in the context of this call, when the work before is done; raises its error."""
+        self.wait()
+        self._last = done = Future[None]()
+        context = copy_context()
+
+        def run() -> None:
+            try:
+                context.run(work)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        # a process that is to end does not wait for it
+        threading.Thread(target=run, name="background", daemon=True).start()
+
+    def wait(self) -> None:
+        """Return when nothing is going on; raises the error of what was, once."""
+        last = self._last
+        self._last = None
+        if last is not None:
+            last.result()
 
 
 class Publisher:

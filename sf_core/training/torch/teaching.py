@@ -20,8 +20,7 @@ from sf_core.recipes.samples import Samples, Score, Values
 from sf_core.recipes.tables import samples_of
 from sf_core.recipes.weights import weigh
 from sf_core.training.packing.rows import Row
-from sf_core.training.packing.rules import share
-from sf_core.training.packing.trie import Microbatch
+from sf_core.training.packing.trie import Microbatch, share
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.trained_model import DistributedModel, TrainedModel, packing_of
 from storage.tables.batches import select_training_rows

@@ -21,8 +21,7 @@ from sf_core.training.torch.network import Network, Outputs
 from sf_core.training.torch.ranks import Ranks, exchange
 from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss, are_finite
 from sf_core.training.vision_tower import VisionTower
-from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
-from storage.tensors.shards import Slice, Slices
+from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER, Slice, Slices
 
 
 class _NetworkModel:

@@ -11,9 +11,8 @@ import torch
 from sf_core.config import TrainConfig
 from sf_core.config.train_config import PackingRule
 from sf_core.models.scoring import Target
-from sf_core.training.packing.rules import Packing
-from sf_core.training.packing.trie import Microbatch
-from storage.tensors.shards import Slice, Slices
+from sf_core.training.packing.trie import Microbatch, Packing
+from storage.tensors.checkpoints import Slice, Slices
 
 TokenLoss = Callable[..., torch.Tensor]
 """(microbatch, log-probs [M], entropies [M], divergences [M] if there are targets) -> the loss [], whose

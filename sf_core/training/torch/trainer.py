@@ -20,13 +20,11 @@ from sf_core.config.run_config import DtypeName
 from sf_core.engines.torch.loading import free_memory
 from sf_core.models.scoring import Target
 from sf_core.recipes.losses import PolicyLoss, Tokens
-from sf_core.training.background import Background
 from sf_core.training.packing.rows import Row, read_rows, sampled_by_one_of
-from sf_core.training.packing.rules import share, split_groups
-from sf_core.training.packing.trie import Microbatch
+from sf_core.training.packing.trie import Microbatch, share, split_groups
 from sf_core.training.torch import teaching
 from sf_core.training.torch.critic import PolicyAndCritic, explained_variance, train_critic
-from sf_core.training.torch.publisher import Publisher
+from sf_core.training.torch.publisher import Background, Publisher
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.step_metrics import (
     MEANS,

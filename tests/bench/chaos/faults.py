@@ -12,7 +12,7 @@ from typing import Protocol
 
 import psutil
 
-from sf_core.child_processes import is_keeper
+from sf_core.process.child_processes import is_keeper
 from tests.bench.chaos.clock import Clock
 from tests.bench.chaos.proxy import Mode, Proxy
 from tests.bench.chaos.training import RECOVERY_S, ServedTraining, Training

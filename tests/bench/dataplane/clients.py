@@ -20,7 +20,7 @@ from sf_core.dataplane.gateway.dialects.chat import Chat
 from sf_core.dataplane.gateway.dialects.completions import Completions
 from sf_core.dataplane.gateway.dialects.google import Google
 from sf_core.dataplane.gateway.dialects.responses import Responses
-from sf_core.dataplane.gateway.dialects.testing import HI, DialectTests, Fields, Heard
+from sf_core.testing.dialects import HI, DialectTests, Fields, Heard
 from tests.bench.dataplane import images
 from tests.bench.dataplane.planes import CALC
 from tests.bench.waits import patience

@@ -23,7 +23,7 @@ from sf_core.dataplane.api_schemas import FinishBody
 from sf_core.dataplane.chat.messages import Message, assistant_message
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import ToolCall
-from sf_core.dataplane.journal.events import encode
+from sf_core.dataplane.journal.journal_file import encode
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn

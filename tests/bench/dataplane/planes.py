@@ -26,10 +26,10 @@ from websockets.sync.client import ClientConnection, connect
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.http_protocol import server_config
+from sf_core.dataplane.operator_key import account_key, operator_key
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.dataplane.serving import server_config
-from sf_core.dataplane_key import account_key, operator_key
-from sf_core.engines.drivers.connection import HEARTBEAT_S
+from sf_core.engines.drivers.driver import HEARTBEAT_S
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine

@@ -12,9 +12,9 @@ import numpy as np
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import WeightsRefusedError
-from sf_core.engines.testing import awake, catch, ids_of, sample
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake, catch, ids_of, sample
 from sf_core.types import GenerationRequest, WeightsRef
 from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME
 from tests.bench.closeness import FORWARD

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, Literal
 
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import Script, ScriptedEngine

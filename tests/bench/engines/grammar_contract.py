@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sf_core.engines.protocol import StepEngine
-from sf_core.engines.testing import awake, catch, drain, ids_of
+from sf_core.testing.engines import awake, catch, drain, ids_of
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 from tests.bench.engines.model_contract import FolderEngineTests
 from tests.bench.engines.model_folders import STOP, VOCABULARY

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sf_core.engines.model_testing import ModelEngineTests
 from sf_core.engines.protocol import WeightsRefusedError
-from sf_core.engines.testing import awake, catch, drain, ids_of
+from sf_core.testing.engines import awake, catch, drain, ids_of
+from sf_core.testing.model_engines import ModelEngineTests
 from sf_core.types import Sampling, WeightsRef
 from storage.tensors.weights import FILE_NAME
 from tests.bench.engines.scored import score_drawn

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from sf_core.config import PolicyConfig
-from sf_core.dataplane_key import account_key
+from sf_core.dataplane.operator_key import account_key
 from sf_core.models.builtin import make_policy
 from tests.bench.dataplane.planes import ServedPlane, running_app
 

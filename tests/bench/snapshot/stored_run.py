@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from sf_core.config import RunConfig
-from sf_core.import_path import python_module
+from sf_core.process.import_path import python_module
 from tests.bench.snapshot.shapes import keys
 
 NUMBER = re.compile(r"\d+")

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sf_core.config import RunConfig
-from sf_core.dataplane.journal.framing import frames, payload
+from sf_core.dataplane.journal.journal_file import frames, payload
 from sf_core.dataplane.runs.events import Finished, read_event
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.scheduling.timeline import read_spans

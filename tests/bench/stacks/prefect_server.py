@@ -18,11 +18,11 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Pending, Running
 
-from sf_core.child_processes import FLOW_RUN
 from sf_core.cli.stack.local import local_stack, start_prefect_server
 from sf_core.cli.stack.processes import prefect_worker
 from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
+from sf_core.process.child_processes import FLOW_RUN
 from tests.bench import ROOT
 from tests.bench.waits import patience, wait_until
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from sf_core.child_processes import MARK
 from sf_core.cli.stack.local import Ports, Services
 from sf_core.cli.stack.supervisor import call
+from sf_core.process.child_processes import MARK
 from tests.bench import ROOT
 from tests.bench.dataplane.planes import operator_headers
 from tests.bench.namesakes import make_namesakes

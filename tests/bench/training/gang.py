@@ -14,8 +14,7 @@ import psutil
 import torch
 
 from sf_core.training.gang import RankAssignment, join_gang
-from sf_core.training.torch.ranks import Ranks
-from sf_core.training.torch.rendezvous import Rendezvous
+from sf_core.training.torch.ranks import Ranks, Rendezvous
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tests.bench.waits import patience, wait_until

@@ -22,7 +22,7 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.engines.torch.transformers_model import unmap_params
 from sf_core.settings import load_object
 from sf_core.training.packing.rows import Row, read_rows
-from sf_core.training.packing.rules import Packing, share
+from sf_core.training.packing.trie import Packing, share
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel

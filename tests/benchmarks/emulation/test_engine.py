@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from benchmarks.emulation.engine import BLOCK, FIRST_ID, MAX_SLEEP_S, NUM_IDS, STALL_S, EmulatedEngine
 from sf_core.engines.protocol import StepEngine
-from sf_core.engines.testing import EngineTests, awake, drain, ids_of
+from sf_core.testing.engines import EngineTests, awake, drain, ids_of
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 
 DELAY_S = 0.01

@@ -13,8 +13,8 @@ from benchmarks.emulation.trainer import EmulatedBackend, EmulatedRanks, Emulate
 from sf_core.config import EmulationConfig
 from sf_core.config.devices import WorkerDevice, find_device
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.testing.trainers import TrainerTests
 from sf_core.training.gang import GangError, RankAssignment, join_gang
-from sf_core.training.testing import TrainerTests
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tests.bench.runs import commit, configure

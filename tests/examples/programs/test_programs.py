@@ -11,7 +11,7 @@ from sf_core.config.run_config import EnvironmentConfig
 from sf_core.environments.functions.judge import HiddenTests
 from sf_core.environments.registry import check_host
 from sf_core.environments.splits import split_of
-from sf_core.environments.testing import EnvironmentTests
+from sf_core.testing.environments import EnvironmentTests
 
 
 class TestContract(EnvironmentTests):

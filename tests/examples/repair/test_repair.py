@@ -12,8 +12,8 @@ from sf_core.config.yaml_file import load_config
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.environments.functions.judge import HiddenTests
 from sf_core.environments.registry import environment_of
-from sf_core.environments.testing import EnvironmentTests
 from sf_core.models.builtin import make_policy, make_tokenizer
+from sf_core.testing.environments import EnvironmentTests
 from sf_core.training.demonstrations import encode
 from sf_core.types import Task
 from tests.bench import runners

@@ -17,8 +17,8 @@ import pytest
 
 from sf_core.agents.command import CommandAgent, CommandEnd, CommandError
 from sf_core.agents.command_output import MAX_ANSWER, MAX_OUTPUT, Transcript
-from sf_core.child_processes import MARK, end_marked
 from sf_core.config.programs import Command
+from sf_core.process.child_processes import MARK, end_marked
 from sf_core.types import Task
 from tests.bench import command_agents, waits
 

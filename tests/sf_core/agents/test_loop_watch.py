@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.agents import loop_watch
-from sf_core.agents.loop_watch import log_blocks, place_of_step
+from sf_core.agents import event_loop
+from sf_core.agents.event_loop import log_blocks, place_of_step
 from tests.bench.waits import patience, wait_until
 
 
 async def test_each_block_of_the_loop_is_told_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.2)
-    monkeypatch.setattr(loop_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(event_loop, "BLOCKED_S", 0.2)
+    monkeypatch.setattr(event_loop, "LOOK_S", 0.01)
 
     async def agent(number: int) -> None:
         wait_until(lambda: len(caplog.messages) == number)
@@ -56,8 +56,8 @@ def busy_core() -> Iterator[int]:
 async def test_a_machine_that_is_busy_blocks_no_loop(
     busy_core: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_watch, "BLOCKED_S", 1.0)
-    monkeypatch.setattr(loop_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(event_loop, "BLOCKED_S", 1.0)
+    monkeypatch.setattr(event_loop, "LOOK_S", 0.01)
 
     def queued_s() -> float:
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9

@@ -19,8 +19,8 @@ from sf_core.dataplane.api_schemas import ClaimBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import sweep_run
 from sf_core.dataplane.runs import claiming
+from sf_core.process.user_code import name_function
 from sf_core.types import Endpoint, Task
-from sf_core.user_code import name_function
 from tests import bench
 from tests.bench.dataplane import planes
 from tests.bench.stacks.echo_package import agent as ask

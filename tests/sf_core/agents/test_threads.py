@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sf_core.agents import threads as threads_module
-from sf_core.agents.threads import Threads
+from sf_core.agents import event_loop as threads_module
+from sf_core.agents.event_loop import Threads
 from tests.bench.waits import patience
 
 

@@ -11,8 +11,7 @@ import orjson
 import pytest
 
 from sf_core.agents import phases as phases_module
-from sf_core.agents.judges.judge import Judge
-from sf_core.agents.judges.judges import Judges, endpoint_of
+from sf_core.agents.judges.judges import Judge, Judges, endpoint_of
 from sf_core.agents.phases import LateError, Phases, Work
 from sf_core.agents.runner import _name_judgements
 from sf_core.config import RolloutConfig

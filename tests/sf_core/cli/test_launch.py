@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sf_core.cli.command_lock import lock_run
 from sf_core.cli.launch import _run_once
+from sf_core.cli.stack.command_lock import lock_run
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
 from storage.run_directory import RunDirectory
@@ -79,7 +79,7 @@ def stopped_run(finished_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped_run: RunDirectory) -> None:
-    program = "import sys, time; from sf_core.cli.command_lock import lock_run\n"
+    program = "import sys, time; from sf_core.cli.stack.command_lock import lock_run\n"
     program += "from storage.run_directory import RunDirectory\n"
     program += "lock = lock_run(RunDirectory(sys.argv[1])); print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", program, stopped_run.uri]

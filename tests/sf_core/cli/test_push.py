@@ -10,7 +10,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from sf_core.reports.card.base import read_head
+from sf_core.reports.export.card import read_head
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 from tests import bench

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from sf_core.cli.stack.local import free_port
 from sf_core.cli.sweeps.launch import SweepError, launch_sweep
-from sf_core.sweeps.expansion import expand
-from sf_core.sweeps.sweep import OpenSweep, SweepFolder
-from storage.locks import FileLock
+from sf_core.stages.sweeps.expansion import expand
+from sf_core.stages.sweeps.sweep import OpenSweep, SweepFolder
+from storage.local import FileLock
 
 
 def test_a_sweep_that_another_command_runs_is_refused(tmp_path: Path) -> None:

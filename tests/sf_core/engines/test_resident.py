@@ -6,10 +6,10 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
-from sf_core.engines.driven import DrivenEngine
-from sf_core.engines.resident import ResidentEngine
+from sf_core.engines.registry import ResidentEngine
 from sf_core.engines.scripted import ScriptedEngine
-from sf_core.engines.testing import awake
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake
 from sf_core.types import WeightsRef
 
 

@@ -1,5 +1,5 @@
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
-from sf_core.engines.testing import EngineTests, awake, drain, ids_of
+from sf_core.testing.engines import EngineTests, awake, drain, ids_of
 from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests.bench.engines.self_running import SelfRunningEngine
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import EnvironmentConfig
-from sf_core.environments.calls import NoTaskError, check_call, find_difference, require_tasks
+from sf_core.environments.environment import NoTaskError, check_call, find_difference, require_tasks
 from sf_core.environments.registry import (
     agent_of,
     group_reward_of,
@@ -21,8 +21,8 @@ from sf_core.environments.registry import (
     reward_of,
     tasks_of,
 )
+from sf_core.process.user_code import place_of
 from sf_core.types import Task
-from sf_core.user_code import place_of
 
 
 def tasks_without_split(index: int) -> Task:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.config import EnvironmentConfig
-from sf_core.environments.instructions import words
+from sf_core.environments.instructions import constraints
 from sf_core.environments.instructions.constraints import KINDS
 from sf_core.environments.instructions.environment import Instructions, is_about
 from sf_core.environments.registry import environment_of
-from sf_core.environments.testing import EnvironmentTests
+from sf_core.testing.environments import EnvironmentTests
 
 CURLY = "\N{LEFT DOUBLE QUOTATION MARK}a\N{RIGHT DOUBLE QUOTATION MARK}"
 
@@ -90,7 +90,7 @@ def test_tasks_are_functions_of_their_index_and_can_be_told_and_scored(index: in
     assert scores.keys() == drawn.keys() and 0 <= sum(scores.values()) <= 1
 
 
-@pytest.mark.parametrize("pool", [words.subjects, words.keywords, words.phrases])
+@pytest.mark.parametrize("pool", [constraints.subjects, constraints.keywords, constraints.phrases])
 def test_held_out_tasks_are_made_of_other_words(pool: Any) -> None:
     train = set(pool("train"))
     held_out = set(pool("holdout"))

@@ -29,11 +29,11 @@ from sf_core.environments.registry import (
     tasks_of,
 )
 from sf_core.environments.splits import Split
-from sf_core.environments.testing import EnvironmentTests
+from sf_core.process.user_code import place_of
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import SPLITS, Facts
+from sf_core.testing.environments import EnvironmentTests
 from sf_core.types import Endpoint, Task
-from sf_core.user_code import place_of
 
 ENDPOINT = Endpoint("http://nowhere/v1", "key", "policy")
 WORDS: dict[str, Any] = {"name": "quickstart", "settings": {"parts": ["spell_backward"]}}
@@ -296,7 +296,7 @@ async def test_a_task_of_no_part_is_refused() -> None:
             "environment.settings.parts.all: a mixture cannot contain another mixture: list all parts",
         ),
         (
-            {"words": WORDS | {"group_reward": "sf_core.recipes.rewards:any"}},
+            {"words": WORDS | {"group_reward": "sf_core.recipes.outcomes:any"}},
             "environment.settings.parts.words: group_reward: a part cannot have its own group_reward; set ",
         ),
     ],

@@ -10,7 +10,7 @@ from sf_core.config import EnvironmentConfig
 from sf_core.environments.calculator import CALCULATOR, evaluate
 from sf_core.environments.quickstart import ENVIRONMENTS, Quickstart
 from sf_core.environments.registry import parts_of, tasks_of
-from sf_core.environments.testing import EnvironmentTests
+from sf_core.testing.environments import EnvironmentTests
 from sf_core.types import Task
 
 ENVIRONMENT = Quickstart()

@@ -9,10 +9,9 @@ import pytest
 from reasoning_gym.factory import CURRICULA, DATASETS
 
 from sf_core.config import EnvironmentConfig
-from sf_core.environments.plain_expressions import is_formula, is_literal
-from sf_core.environments.reasoning_gym import EVALUATED, Dataset, ReasoningGym
+from sf_core.environments.reasoning_gym import EVALUATED, Dataset, ReasoningGym, is_formula, is_literal
 from sf_core.environments.registry import environment_of, parts_of, tasks_of
-from sf_core.environments.testing import EnvironmentTests
+from sf_core.testing.environments import EnvironmentTests
 
 NEEDS_MORE = {"composite": "is a mixture of others, and needs their names"}
 """Datasets that cannot be made at their defaults."""

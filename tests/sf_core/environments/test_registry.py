@@ -26,11 +26,11 @@ from sf_core.environments.registry import (
     tasks_of,
 )
 from sf_core.environments.splits import Split
-from sf_core.environments.testing import EnvironmentTests
-from sf_core.import_path import NAMES
+from sf_core.process.import_path import NAMES
 from sf_core.settings import Settings
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import Facts
+from sf_core.testing.environments import EnvironmentTests
 from sf_core.types import Endpoint, Task
 from tests.bench.refusals import check_sentence
 

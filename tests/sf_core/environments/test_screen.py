@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from sf_core.environments.screen.drawing import CELL, COLOURS, PRESSED, Screen, centre, write_rows
 from sf_core.environments.screen.environment import ScreenOfButtons
-from sf_core.environments.testing import EnvironmentTests
+from sf_core.testing.environments import EnvironmentTests
 from tests.bench.canned_model import CannedModel
 
 places = st.dictionaries(

@@ -12,8 +12,8 @@ import pytest
 from sf_core.config import EnvironmentConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.environments.registry import environment_of
-from sf_core.environments.testing import EnvironmentTests
 from sf_core.environments.verifiers import Verifiers
+from sf_core.testing.environments import EnvironmentTests
 from tests.bench import runners
 from tests.bench.dataplane import planes
 

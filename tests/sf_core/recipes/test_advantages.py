@@ -23,7 +23,7 @@ from sf_core.recipes.advantages import (
     Whitened,
     deviation,
 )
-from sf_core.recipes.rewards import ABSOLUTE, RELATIVE, are_equal
+from sf_core.recipes.outcomes import ABSOLUTE, RELATIVE, are_equal
 from sf_core.recipes.samples import Samples
 from tests.bench.closeness import assert_rounded
 from tests.sf_core.recipes import batches

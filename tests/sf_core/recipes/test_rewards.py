@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.recipes.rewards import are_equal
+from sf_core.recipes.outcomes import are_equal
 
 parts = st.lists(st.floats(-1000, 1000), min_size=1, max_size=50)
 

@@ -248,7 +248,7 @@ def test_a_session_names_the_images_that_were_seen(recorded_run: RunDirectory, t
     row = tables.trajectory("run-1.open.1", [*tables.GIVEN, 0], token_ids=ids, images=images)
     write_trajectories(recorded_run, 0, [row], "part", "opened", is_multimodal=True)
     text = tables.shown(inspect_session(recorded_run.uri, "run-1.open.1"))
-    assert "what was seen" in text and "[image]" in text and "image_pad" not in text
+    assert "what was seen" in text and "[picture]" in text and "image_pad" not in text
     assert "1-5     56 by 56" in text
     folded = re.sub(r"\s+", "", text)
     assert media_file(recorded_run.media_dir, "a" * 64) in folded

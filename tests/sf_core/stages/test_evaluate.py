@@ -14,8 +14,7 @@ from sf_core.config.validation import validate_config
 from sf_core.reports import states
 from sf_core.stages.evaluate import Evaluation, open_evaluation
 from sf_core.stages.preflight.stored_config import read_stored_config
-from storage.attempts import Attempt
-from storage.run_directory import RunDirectory
+from storage.run_directory import Attempt, RunDirectory
 from tests.bench import runs
 from tests.bench.commands import sf
 from tests.bench.reports.cleanup import served

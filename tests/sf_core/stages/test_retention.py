@@ -23,9 +23,8 @@ from sf_core.stages.retention import (
     find_removable_weights,
 )
 from storage import files
-from storage.attempts import Attempt
 from storage.media import ImageSpan, media_file, store_image
-from storage.run_directory import STAGES, RunDirectory
+from storage.run_directory import STAGES, Attempt, RunDirectory
 from storage.tables.trajectories import write_trajectories
 from tests import bench
 from tests.bench import runs

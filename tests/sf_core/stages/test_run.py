@@ -14,8 +14,7 @@ from sf_core.stages.finish import finish
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from sf_core.types import Task
 from storage import files
-from storage.attempts import Attempt
-from storage.run_directory import STAGES, RunDirectory
+from storage.run_directory import STAGES, Attempt, RunDirectory
 from tests import bench
 from tests.bench import runs
 from tests.bench.dataplane import planes

@@ -20,7 +20,7 @@ from sf_core.environments.quickstart import Quickstart
 from sf_core.environments.screen.environment import ScreenOfButtons
 from sf_core.models import projections
 from sf_core.models.builtin import make_policy
-from sf_core.models.cache_size import cache_bytes
+from sf_core.models.context import cache_bytes
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.finish import export_policy
 from sf_core.stages.preflight.checks import preflight

@@ -9,8 +9,7 @@ import pytest
 from sf_core.config import RunConfig
 from sf_core.config.train_config import TrainerName
 from sf_core.scheduling.worker_state import WorkerState
-from sf_core.training.protocol import TrainerBackend
-from sf_core.training.registry import TRAINERS, check_installed, trainer_backend, trainer_kind
+from sf_core.training.backends import TRAINERS, TrainerBackend, check_installed, trainer_backend, trainer_kind
 
 
 def config(kind: str, backend: str | None) -> RunConfig:

@@ -16,7 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.training import vision_tower as vision_tower
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, SingleRank
@@ -156,10 +156,10 @@ def test_an_image_that_is_lost_or_of_another_size_is_named(policy: str, media: s
         read_rows(training.images.multimodal_batch(policy, media, [[([2, "0"], 2)]])), Packing(20)
     )
     with pytest.raises(ValueError, match=rf"{microbatch.images[0].sha256}\.png is missing, but a trajectory"):
-        VisionTower(policy, str(tmp_path)).show(microbatch)
+        VisionTower(policy, str(tmp_path)).add_features(microbatch)
     longer = msgspec.structs.replace(microbatch.images[0], length=5)
     with pytest.raises(ValueError, match="has 4 tokens, but a trajectory has 5 tokens for it"):
-        VisionTower(policy, media).show(replace(microbatch, images=(longer,)))
+        VisionTower(policy, media).add_features(replace(microbatch, images=(longer,)))
 
 
 @dataclass(frozen=True)

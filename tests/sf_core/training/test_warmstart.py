@@ -11,7 +11,7 @@ from sf_core.environments.quickstart import Quickstart
 from sf_core.environments.screen.environment import ScreenOfButtons
 from sf_core.models.builtin import make_policy, make_tokenizer
 from sf_core.training.demonstrations import encode
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch.network import Network
 from sf_core.training.warmstart import MultimodalLearner, learning_rate, row_of, warmstart
 

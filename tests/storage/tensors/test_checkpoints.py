@@ -10,13 +10,13 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import (
     PARTS,
+    Slice,
     TrainerProgress,
     has_checkpoint,
     load_checkpoint,
     remove_checkpoint,
     save_shard,
 )
-from storage.tensors.shards import Slice
 
 SHAPES = {"embed": (5, 3), "norm": (3,)}
 WHOLE = {name: Slice.whole(shape) for name, shape in SHAPES.items()}

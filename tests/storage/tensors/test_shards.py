@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from storage.files import FileRef, join
 from storage.run_directory import RunDirectory
-from storage.tensors.shards import Slice, read_shards, write_shard
+from storage.tensors.checkpoints import Slice, read_shards, write_shard
 from tests.bench.refusals import check_sentence
 
 SHAPES = {"scalar": (), "row": (5,), "one": (1, 4), "matrix": (7, 3), "cube": (4, 2, 3)}

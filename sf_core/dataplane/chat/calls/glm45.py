@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import re
 
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, read_between_tags
-from sf_core.dataplane.chat.calls.values import format_value, parse_value
+from sf_core.dataplane.chat.calls.base import (
+    CALL_END,
+    CALL_START,
+    MarkedCalls,
+    format_value,
+    parse_value,
+    read_between_tags,
+)
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,

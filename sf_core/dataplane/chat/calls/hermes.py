@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sf_core.dataplane.chat.calls.base import CALL_END, CALL_START, MarkedCalls, read_between_tags
 from sf_core.dataplane.chat.calls.json_calls import begin_call, read_call, render_call
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, read_between_tags
 from sf_core.dataplane.chat.tool_formats import CallSplitter, Tool, ToolFormat
 
 

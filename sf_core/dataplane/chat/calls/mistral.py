@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from sf_core.dataplane.chat.calls.base import MarkedCalls, ParsedCalls
 from sf_core.dataplane.chat.calls.json_calls import (
     begin_call,
     call_from_object,
@@ -18,7 +19,6 @@ from sf_core.dataplane.chat.calls.json_calls import (
     read_object,
     render_call,
 )
-from sf_core.dataplane.chat.calls.splitter import MarkedCalls, ParsedCalls
 from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,

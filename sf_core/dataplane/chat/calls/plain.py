@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, read_between_tags
+from sf_core.dataplane.chat.calls.base import CALL_END, CALL_START, MarkedCalls, read_between_tags
 from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import re
 
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, ParsedCalls
-from sf_core.dataplane.chat.calls.values import format_value, parse_value
+from sf_core.dataplane.chat.calls.base import (
+    CALL_END,
+    CALL_START,
+    MarkedCalls,
+    ParsedCalls,
+    format_value,
+    parse_value,
+)
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,

@@ -7,17 +7,18 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.contents import (
+from sf_core.dataplane.chat.json_text import json_type_name
+from sf_core.dataplane.chat.messages import (
     IMAGE,
     LeftOut,
+    Message,
     Part,
     canonical,
     read_image,
     read_result,
     read_texts,
+    tool_call,
 )
-from sf_core.dataplane.chat.json_text import json_type_name
-from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (

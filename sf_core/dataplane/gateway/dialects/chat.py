@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.contents import LeftOut, read_content, read_result
 from sf_core.dataplane.chat.json_text import json_type_name
-from sf_core.dataplane.chat.messages import Message, tool_call
+from sf_core.dataplane.chat.messages import LeftOut, Message, read_content, read_result, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import WrongField
 from sf_core.dataplane.gateway.dialects.checks import (

@@ -15,7 +15,6 @@ import msgspec
 from sf_core.config.rollout_config import MOST_TOP_K, bound_temperature, bound_top_p
 from sf_core.config.unsupported_fields import UNSUPPORTED_FIELDS
 from sf_core.dataplane.chat.answer_grammar import Schema
-from sf_core.dataplane.chat.contents import CHARACTERS, LeftOut, too_many_values
 from sf_core.dataplane.chat.json_text import (
     JSON_TYPE_NAMES,
     MAX_DEPTH,
@@ -24,7 +23,7 @@ from sf_core.dataplane.chat.json_text import (
     json_type_name,
     repair_json,
 )
-from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.messages import CHARACTERS, LeftOut, Message, too_many_values
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.turns.request import ToolChoice

@@ -12,20 +12,21 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.answer_grammar import Schema
-from sf_core.dataplane.chat.contents import (
+from sf_core.dataplane.chat.google_schemas import json_schema, to_snake_case, to_strict_schema
+from sf_core.dataplane.chat.json_text import json_type_name
+from sf_core.dataplane.chat.messages import (
     IMAGE,
     MEDIA_FIELDS,
     LeftOut,
+    Message,
     Part,
     canonical,
     has_media,
     join_result,
     kind_of_media,
     read_media,
+    tool_call,
 )
-from sf_core.dataplane.chat.google_schemas import json_schema, to_snake_case, to_strict_schema
-from sf_core.dataplane.chat.json_text import json_type_name
-from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from sf_core.dataplane.chat.contents import LeftOut, join_texts, read_content, read_result
 from sf_core.dataplane.chat.json_text import json_type_name
-from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.messages import LeftOut, Message, join_texts, read_content, read_result
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (

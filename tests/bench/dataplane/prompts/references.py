@@ -14,7 +14,7 @@ from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.gateway.normalisation import normalise
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.dataplane.turns import opening
-from sf_core.environment_variables import select_inherited
+from sf_core.process.environment_variables import select_inherited
 from tests.bench.dataplane.prompts.folders import folder, renderer, transformers_tokenizer
 from tests.bench.dataplane.prompts.shapes import Request, Shape, chat, is_object
 

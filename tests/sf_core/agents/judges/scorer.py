@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sf_core.agents.judges import client, judge
+from sf_core.agents.judges import client, judges
 from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import RolloutConfig
 from sf_core.config.rollout_config import JudgeConfig
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.types import Task
 
 
@@ -22,7 +22,7 @@ def make_task(split: str, index: int) -> Task:
     return Task(f"{split}-{index}", "test", "?", "answer")
 
 
-async def reward(task: Task, answer: Any, judges: Mapping[str, judge.Judge]) -> float:
+async def reward(task: Task, answer: Any, judges: Mapping[str, judges.Judge]) -> float:
     """One question for each answer; never 0."""
     return 1.0 + float(await judges["taste"].ask(f"{task.task_id}: {answer}", "mark", read=float))
 

@@ -12,8 +12,7 @@ import pytest
 
 from sf_core.agents.judges import client as client_module
 from sf_core.agents.judges.client import RefusedError
-from sf_core.agents.judges.judge import Judge, Record, weigh_words
-from sf_core.agents.judges.judges import Judges, endpoint_of, takes_judges
+from sf_core.agents.judges.judges import Judge, Judges, Record, endpoint_of, takes_judges, weigh_words
 from sf_core.config.rollout_config import JudgeConfig
 from sf_core.types import Endpoint, NotJudged
 from storage.tables.judgements import Judgement

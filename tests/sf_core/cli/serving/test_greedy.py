@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.cli.serving import greedy
-from sf_core.cli.serving.greedy import ask_greedily, has_greedy_answers
+from sf_core.cli.serving import policy
 from sf_core.cli.serving.greedy_process import store_greedy_answers
+from sf_core.cli.serving.policy import ask_greedily, has_greedy_answers
 from sf_core.config import RunConfig
 from sf_core.environments.registry import draw_tasks
-from sf_core.reports.evaluations.answers import read_greedy
+from sf_core.reports.evaluations.comparison import read_greedy
 from storage.run_directory import RunDirectory
 from tests.bench.policy_server import publish_run
 from tests.bench.waits import patience
@@ -36,7 +36,7 @@ def test_greedy_answers_are_the_same_whatever_the_seed_is(tmp_path: Path) -> Non
 
 @pytest.mark.system
 def test_another_process_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greedy, "LONGEST_S", patience())
+    monkeypatch.setattr(policy, "LONGEST_S", patience())
     run = publish_run(tmp_path)
     assert ask_greedily(run, 3, held_out(run)) == ""
     assert [*read_greedy(run, 3)] == held_out(run)
@@ -49,7 +49,7 @@ def test_where_no_answer_is_had_the_run_is_shown_without(tmp_path: Path) -> None
 
 
 def test_greedy_answers_that_take_long_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greedy, "LONGEST_S", 0.01)
+    monkeypatch.setattr(policy, "LONGEST_S", 0.01)
     assert ask_greedily(publish_run(tmp_path), 3, ["any"]) == "they took longer than 0 s"
 
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from sf_core.agents import loop_watch
+from sf_core.agents import event_loop
 from sf_core.cli.main import app
 from sf_core.cli.serving.app_thread import serve_app
 from sf_core.config.yaml_file import load_config
@@ -229,7 +229,7 @@ def test_a_mistake_is_told_in_one_sentence_with_its_place(
 def test_an_agent_that_blocks_the_event_loop_is_ended(
     trial_yaml: str, agent: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.7)
+    monkeypatch.setattr(event_loop, "BLOCKED_S", 0.7)
     code, output = sf("try", trial_yaml, "--set", f"environment.agent=tried_module:{agent}")
     assert code == 1, output
     assert line in output

@@ -15,11 +15,11 @@ import pytest
 from supervisor import loggers
 from supervisor.options import ServerOptions
 
-from sf_core.child_processes import MARK
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, make_configuration, read_pid
 from sf_core.cli.stack.supervisord_child import refuse_links
+from sf_core.process.child_processes import MARK
 from storage.errors import StorageError
 from tests.bench.waits import patience, wait_until
 
@@ -158,7 +158,7 @@ def test_a_process_whose_parent_ended_before_it_could_say_so_ends_too() -> None:
     # the supervisor that is killed between the fork of a part and the part's first instruction
     program = """
 import os, signal, time
-from sf_core.child_processes import end_with
+from sf_core.process.child_processes import end_with
 
 parent = os.getpid()
 signal.signal(signal.SIGTERM, lambda *_: None)

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from sf_core.config.reference.schema import settings_schema
+from sf_core.config.reference.page import settings_schema
 from sf_core.config.validation import ConfigError, list_settings, validate_config
 from sf_core.config.yaml_file import builtin_configs, load_config, read_file
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.answer_parser import AnswerStream, Reasoning, ReasoningSplitter, StopStrings
+from sf_core.dataplane.chat.calls.base import CALL_END, CALL_START
 from sf_core.dataplane.chat.calls.formats import FORMATS
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from tests.bench.dataplane.planes import CALC
 from tests.bench.dataplane.tools import ADD

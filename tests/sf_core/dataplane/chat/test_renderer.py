@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from sf_core.dataplane.chat.renderer import Renderer, read_renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.turns.answer_reader import TextStream
+from sf_core.dataplane.turns.answer import TextStream
 from tests.bench.dataplane.planes import CALC
 
 

@@ -22,11 +22,11 @@ from websockets.uri import parse_uri
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.engine_socket import Outbox
-from sf_core.dataplane_key import operator_key
+from sf_core.dataplane.operator_key import operator_key
 from sf_core.engines import wire
-from sf_core.engines.drivers import connection
+from sf_core.engines.drivers import driver
+from sf_core.engines.drivers.driver import BUSY_GAP_S, MAX_SPAN_S, Spans
 from sf_core.engines.drivers.serve import serve_engine
-from sf_core.engines.drivers.spans import BUSY_GAP_S, MAX_SPAN_S, Spans
 from sf_core.engines.protocol import Engine, EngineLostError, WeightsRefusedError
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, WeightsRef
@@ -186,7 +186,7 @@ def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_befor
 def test_an_engine_gives_up_on_a_data_plane_that_hangs(
     tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HEARTBEAT_S", bench.waits.patience(0.3))
+    monkeypatch.setattr(driver, "HEARTBEAT_S", bench.waits.patience(0.3))
     failures: list[str] = []
 
     def serve_it() -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.routing.suspects import MAX_FAULTS
+from sf_core.dataplane.routing.wait_queue import MAX_FAULTS
 from sf_core.engines.protocol import Engine
 from sf_core.engines.wire import Hello
 from tests.bench import engines, waits

@@ -14,7 +14,7 @@ from google.genai import errors as google
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError, ContextOverflow
-from sf_core.dataplane.gateway.dialects.testing import read_events
+from sf_core.testing.dialects import read_events
 from tests.bench.dataplane import clients, planes
 from tests.sf_core.dataplane.gateway import overflows
 

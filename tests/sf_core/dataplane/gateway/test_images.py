@@ -16,10 +16,10 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
+from sf_core.dataplane import media
 from sf_core.dataplane.chat.messages import list_image_parts
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
-from sf_core.dataplane.media import media
 from sf_core.models.images.decoder_process import preprocess_isolated
 from sf_core.models.images.preprocess import PreprocessedImage
 from sf_core.models.images.processor_config import ImageProcessorConfig

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.keys import Caller, Keys
-from sf_core.dataplane.gateway.lookup import Lookup
+from sf_core.dataplane.gateway.access import Caller, Keys, Lookup
 from sf_core.dataplane.runs.run import ServedRun
 from tests.bench.dataplane.run_driver import Driver
 

@@ -16,10 +16,10 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
 from starlette.types import Message
 
-from sf_core.config.failures import REASONS
+from sf_core.config.rollout_config import REASONS
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.gateway import keepalive, observed
-from sf_core.dataplane.gateway.keepalive import KeepAliveExchange
+from sf_core.dataplane.gateway import observed
+from sf_core.dataplane.gateway.observed import KeepAliveExchange
 from tests.bench import waits
 from tests.bench.dataplane import planes
 from tests.bench.dataplane.figures import figures
@@ -179,7 +179,7 @@ def test_each_turn_is_a_span_of_the_agents_trace(
 def test_a_stream_says_something_while_its_request_waits(
     served_plane: planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepalive, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(observed, "KEEP_ALIVE_S", 0.02)
     served_plane.register()
     served_plane.connect(lambda prompt, seed: planes.say(renderer, "hello"))
     served_plane.post("/runs/run/pause")
@@ -208,7 +208,7 @@ async def nothing_comes() -> Message:
 
 
 async def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.01)
+    monkeypatch.setattr(observed, "SLOW_READER_S", 0.01)
 
     async def full(message: Message) -> None:
         await asyncio.sleep(10)
@@ -235,7 +235,7 @@ async def test_a_watcher_that_is_cancelled_is_cancelled() -> None:
 def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
     served_plane: planes.ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.1)
+    monkeypatch.setattr(observed, "SLOW_READER_S", 0.1)
     served_plane.register(context_length=1_000_000)
     # more than any socket holds, and than is sampled until the reader is given up
     endless = renderer.encode(" fox").tolist() * 500_000
@@ -251,7 +251,7 @@ def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
 
 
 async def test_no_empty_line_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepalive, "KEEP_ALIVE_S", 0.001)
+    monkeypatch.setattr(observed, "KEEP_ALIVE_S", 0.001)
     sent: list[bytes] = []
 
     async def write(message: Message) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from sf_core.dataplane.control.app import make_app
-from sf_core.dataplane.gateway.order import RequestOrder
+from sf_core.dataplane.gateway.endpoint import RequestOrder
 from sf_core.dataplane.sessions.session import Session
 from tests.bench import waits
 from tests.bench.dataplane import specs

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.dataplane.gateway.pages import explain_page
-from sf_core.own_addresses import OwnAddresses
+from sf_core.config.addresses import OwnAddresses
+from sf_core.dataplane.gateway.access import explain_page
 from tests.bench.dataplane import planes
 from tests.bench.waits import patience
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.dataplane.journal.events import Event, encode, make_decoder
+from sf_core.dataplane.journal.journal_file import Event, encode, make_decoder
 from sf_core.types import Ids
 
 

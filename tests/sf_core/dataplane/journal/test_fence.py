@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.journal.fence import Fence
+from sf_core.dataplane.journal.ownership import Fence
 from storage.errors import StorageError
 from tests.bench.waits import patience, until
 

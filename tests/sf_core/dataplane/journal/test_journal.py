@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.journal.events import Event, make_decoder
 from sf_core.dataplane.journal.journal import Fsync, Journal
+from sf_core.dataplane.journal.journal_file import Event, make_decoder
 from tests.bench import waits
 from tests.bench.dataplane.full_disk import full_own_disk
 from tests.bench.properties import examples

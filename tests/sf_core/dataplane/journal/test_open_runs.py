@@ -8,7 +8,7 @@ import pytest
 
 from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.control.plane import DataPlane
-from sf_core.dataplane.journal.open_runs import OpenRuns
+from sf_core.dataplane.journal.ownership import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
 from tests.bench.dataplane.specs import SPEC
 

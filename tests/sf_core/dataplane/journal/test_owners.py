@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.journal.fence import Fence
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.journal.ownership import NotOwnedError, Owner
-from storage.locks import FileLock
+from sf_core.dataplane.journal.ownership import Fence, NotOwnedError, Owner
+from storage.local import FileLock
 from storage.run_directory import RunDirectory
 from tests.bench.properties import examples
 from tests.bench.waits import wait_until

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.routing.pace import StreamPace
+from sf_core.dataplane.routing.generation import Generation, StreamPace
 from sf_core.types import FinishReason
 from tests.bench.dataplane.router import chunk, turn
 from tests.bench.waits import patience

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.operator_key import account_key
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane_key import account_key
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, FinishReason, GenerationRequest, ImageSpan

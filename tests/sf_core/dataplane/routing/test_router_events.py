@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.routing.suspects import assign_trials
+from sf_core.dataplane.routing.wait_queue import assign_trials
 from sf_core.engines import wire
 from sf_core.types import WeightsRef
 from tests.bench import dataplane

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.errors import EngineFailed
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.routing.suspects import MAX_FAULTS
-from sf_core.dataplane.routing.wait_queue import QueueLimits
+from sf_core.dataplane.routing.wait_queue import MAX_FAULTS, QueueLimits
 from tests import bench
 from tests.bench.dataplane import router
 from tests.bench.properties import examples

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sf_core.dataplane.journal.framing import frame_payload, frames, payload
+from sf_core.dataplane.journal.journal_file import frame_payload, frames, payload
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.groups import Group
 from sf_core.recipes.gates import Varied

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.keys import Caller, Keys
+from sf_core.dataplane.gateway.access import Caller, Keys
 from tests.bench.dataplane.run_driver import Driver
 
 

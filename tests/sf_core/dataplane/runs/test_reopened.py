@@ -15,14 +15,13 @@ from openai import OpenAI
 
 from sf_core.dataplane.api_schemas import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.journal.framing import frames, payload
 from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.journal.journal_file import frames, payload
 from sf_core.dataplane.runs.events import Registered, RunEvent, read_event
 from sf_core.dataplane.runs.recovery import reopen_run
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.export import export_session, session_tree
 from sf_core.dataplane.sessions.memory_budget import MemoryBudget
-from sf_core.dataplane.sessions.view import session_tree
 from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane import planes
 from tests.bench.waits import wait_until

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.simulation.rollout import Rollout
-from sf_core.config.failures import REASONS, FailureRules, Rule
+from sf_core.config.rollout_config import REASONS, FailureRules, Rule
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.groups import Progress
 from sf_core.dataplane.sessions.claims import Claim

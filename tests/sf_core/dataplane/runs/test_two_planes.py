@@ -18,11 +18,10 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.operator_key import account_key
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.dataplane_key import account_key
-from storage.attempts import Attempt
 from storage.files import is_local
-from storage.run_directory import RunDirectory
+from storage.run_directory import Attempt, RunDirectory
 from tests.bench import dataplane, waits
 from tests.bench.refusals import check_sentence
 

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.routing.suspects import MAX_FAULTS
-from sf_core.engines.testing import awake, drain
+from sf_core.dataplane.routing.wait_queue import MAX_FAULTS
 from sf_core.engines.torch.torch_engine import TorchEngine
+from sf_core.testing.engines import awake, drain
 from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests import bench
 from tests.bench import closeness

@@ -20,8 +20,7 @@ from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.opening import open_turns
-from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
+from sf_core.dataplane.turns.request import RequestFingerprint, TurnRequest
 from sf_core.types import Chunk, FinishReason
 from tests.bench import dataplane
 from tests.bench.properties import examples

@@ -13,7 +13,7 @@ from websockets.http11 import Request, Response
 from websockets.sync.client import connect
 from websockets.sync.server import ServerConnection, serve
 
-from sf_core.engines.drivers.connection import DataPlaneAddress
+from sf_core.engines.drivers.driver import DataPlaneAddress
 from tests.bench.waits import join
 
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from sf_core.engines.testing import awake
 from sf_core.engines.torch.torch_engine import TorchEngine
+from sf_core.testing.engines import awake
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 
 GREEDY = Sampling(temperature=0)

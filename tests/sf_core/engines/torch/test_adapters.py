@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from sf_core.config import RunConfig
 from sf_core.engines.protocol import Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import ids_of, sample
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.models.adapter import Adapter, make_factors, shape_factors
+from sf_core.testing.engines import ids_of, sample
 from sf_core.types import Chunk
 from storage import files
 from storage.tensors.weights import save_adapter, save_weights

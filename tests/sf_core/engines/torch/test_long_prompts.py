@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from sf_core.engines.torch.torch_engine import TorchEngine
-from sf_core.models.cache_size import cache_bytes
+from sf_core.models.context import cache_bytes
 from sf_core.types import GenerationRequest, Sampling
 from tests import bench
 from tests.bench import closeness

@@ -7,10 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sf_core.engines.model_testing import ModelEngineTests
 from sf_core.engines.torch.cached_model import DecoderModel
 from sf_core.engines.torch.kv_cache import KVCache
 from sf_core.engines.torch.torch_engine import TorchEngine
+from sf_core.testing.model_engines import ModelEngineTests
 from sf_core.types import GenerationRequest, Sampling
 from tests.bench.engines.model_folders import ModelFolders
 from tests.bench.properties import examples

@@ -16,11 +16,11 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.protocol import WeightsRefusedError
-from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch import loading
 from sf_core.engines.torch.cached_model import DecoderModel
 from sf_core.engines.torch.kv_cache import KVCache
 from sf_core.engines.torch.torch_engine import TorchEngine, make_engine
+from sf_core.testing.engines import awake, drain
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests import bench
 from tests.bench.engines.model_folders import ModelFolders

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
-from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
 from sf_core.engines.vllm.images import MultimodalRequests
-from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.vllm_engine import VllmEngine
-from sf_core.engines.vllm.weight_loading import FullWeights, LoraWeights
+from sf_core.engines.vllm.weight_loading import FullWeights, LoraWeights, PolicyFolder
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import EngineTests, awake, drain, ids_of, sample_by_both, until
 from sf_core.types import Chunk, WeightsRef
 from tests.bench.properties import examples
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, FakeVllm, next_token

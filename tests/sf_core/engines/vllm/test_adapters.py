@@ -12,10 +12,10 @@ import pytest
 
 from sf_core.engines.protocol import AsyncEngine, Engine, EngineLostError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain, ids_of, until
 from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.server import ENABLE_LORA
 from sf_core.engines.vllm.weight_loading import LoraWeights
+from sf_core.testing.engines import awake, drain, ids_of, until
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from tests.bench.engines.adapter_contract import AdapterEngineTests
 from tests.bench.engines.adapter_folders import AdapterFolders

@@ -2,10 +2,10 @@ from itertools import chain
 
 import pytest
 
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import AsyncEngine, Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain, ids_of, until
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake, drain, ids_of, until
 from sf_core.types import GenerationRequest, Sampling
 from tests.bench.engines.grammar_contract import GrammarEngineTests
 from tests.sf_core.engines.vllm import small_policies

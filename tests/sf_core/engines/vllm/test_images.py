@@ -15,14 +15,13 @@ from msgspec.structs import replace
 from PIL import Image
 from safetensors.torch import load_file
 
-from sf_core.engines.testing import awake, sample
 from sf_core.engines.vllm import images as module
 from sf_core.engines.vllm.client import RequestRefusedError, StreamDelta, VllmClient
 from sf_core.engines.vllm.images import MultimodalRequests
-from sf_core.engines.vllm.limits import check_shape
-from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import make_arguments
+from sf_core.engines.vllm.server import check_shape, make_arguments
+from sf_core.engines.vllm.weight_loading import PolicyFolder
 from sf_core.models.images.processor_config import PREPROCESSOR_CONFIG, ImageProcessorConfig
+from sf_core.testing.engines import awake, sample
 from sf_core.types import Chunk, GenerationRequest, ImageSpan
 from storage.files import list_files, write_atomic
 from storage.media import media_file, store_image

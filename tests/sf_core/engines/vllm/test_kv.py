@@ -6,11 +6,11 @@ from typing import Literal
 
 import pytest
 
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain, ids_of, sample_by_both
 from sf_core.engines.vllm import vllm_engine
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake, drain, ids_of, sample_by_both
 from sf_core.types import Chunk, GenerationRequest, Sampling
 from tests.sf_core.engines.vllm import small_policies
 from tests.sf_core.engines.vllm.running_server import RunningServer

@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from sf_core.config import RunConfig
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import AsyncEngine, Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, catch, drain, ids_of, sample
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake, catch, drain, ids_of, sample
 from sf_core.types import Chunk, FinishReason, GenerationRequest, ImageSpan, Sampling, WeightsRef
 from storage.media import media_file
 from tests.bench import engines

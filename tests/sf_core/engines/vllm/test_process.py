@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sf_core.child_processes import is_keeper
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain, ids_of, sample_by_both, until
+from sf_core.process.child_processes import is_keeper
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake, drain, ids_of, sample_by_both, until
 from sf_core.types import Chunk, GenerationRequest, Sampling
 from tests import bench
 from tests.bench import waits
@@ -209,8 +209,8 @@ def lose_requests(engine: DrivenEngine, policy: small_policies.Policies, kill: C
 WORKER_PROCESS = """
 import sys, time
 from sf_core.engines.registry import make_engine
-from sf_core.engines.driven import DrivenEngine
-from sf_core.engines.testing import awake
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 from tests.sf_core.engines.vllm.small_policies import config
 moment, folder, newer = sys.argv[1:]

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
-from sf_core.engines.testing import awake, drain, until
-from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import EngineServer, make_adapter_arguments, make_arguments
-from sf_core.engines.vllm.weight_loading import LoraWeights
+from sf_core.engines.vllm.weight_loading import LoraWeights, PolicyFolder
 from sf_core.models.adapter import Adapter, name_factor
+from sf_core.testing.engines import awake, drain, until
 from sf_core.types import Chunk, WeightsRef
 from storage.tensors.weights import ADAPTER_NAME, save_adapter, save_weights
 from tests.sf_core.engines.vllm import fake_server

@@ -14,10 +14,10 @@ import httpx
 import numpy as np
 import pytest
 
-from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import Engine
-from sf_core.engines.testing import awake
 from sf_core.engines.vllm.teacher import CONCURRENCY, ask_teacher
+from sf_core.testing.driven_engine import DrivenEngine
+from sf_core.testing.engines import awake
 from tests.bench.refusals import check_sentence
 from tests.bench.waits import patience
 from tests.sf_core.engines.vllm import small_policies

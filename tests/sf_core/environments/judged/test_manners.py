@@ -12,7 +12,7 @@ import pytest
 from sf_core.config import EnvironmentConfig
 from sf_core.environments.judged.manners import Manners, ask_about, names_favour
 from sf_core.environments.registry import environment_of, reward_of
-from sf_core.environments.testing import EnvironmentTests
+from sf_core.testing.environments import EnvironmentTests
 from sf_core.types import Task
 
 

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.agents.sandbox import Sandbox
-from sf_core.environments.repositories import patches
-from sf_core.environments.repositories.patches import ATTEMPTS, cut, fits
+from sf_core.environments.repositories import workspace
 from sf_core.environments.repositories.scoring import STEERING, _put_back
+from sf_core.environments.repositories.workspace import ATTEMPTS, cut, fits
 from tests.bench import repositories, sandboxes
 from tests.bench.properties import examples
 
@@ -85,8 +85,8 @@ async def test_without_the_program_patch_the_other_attempts_count_and_it_is_said
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     attempts = tuple(attempt.replace("patch ", "patch-of-others ") for attempt in ATTEMPTS)
-    monkeypatch.setattr(patches, "ATTEMPTS", attempts)
-    patches._tell_missing.cache_clear()
+    monkeypatch.setattr(workspace, "ATTEMPTS", attempts)
+    workspace._tell_missing.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert (

@@ -23,7 +23,7 @@ from sf_core.environments.registry import agent_of, environment_of, prepare_of, 
 from sf_core.environments.repositories.environment import Repositories
 from sf_core.environments.repositories.scoring import fault_of_row
 from sf_core.environments.repositories.workspace import hide_originals
-from sf_core.environments.testing import EnvironmentTests
+from sf_core.testing.environments import EnvironmentTests
 from sf_core.types import Endpoint, Task
 from tests.bench import repositories
 from tests.bench.canned_model import CannedModel

@@ -12,8 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sf_core.models.pretrained import published
-from sf_core.models.pretrained.gguf_file import make_folder
-from sf_core.models.pretrained.published import PublishedModel, download_published_model, folder_of
+from sf_core.models.pretrained.published import (
+    PublishedModel,
+    download_published_model,
+    folder_of,
+    make_folder,
+)
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from tests.bench.commands import sf
 from tests.sf_core.models.pretrained import gguf_files

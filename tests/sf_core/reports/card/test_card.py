@@ -12,10 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
-from sf_core.environment_variables import ROOT
-from sf_core.reports.card.base import Base, find_base, read_head
-from sf_core.reports.card.card import CARD, CHART, is_ours, render_card, sign, write_card
-from sf_core.reports.card.public import LEFT_OUT, public_settings, public_value
+from sf_core.process.environment_variables import ROOT
+from sf_core.reports.export.card import (
+    CARD,
+    CHART,
+    LEFT_OUT,
+    Base,
+    find_base,
+    is_ours,
+    public_settings,
+    public_value,
+    read_head,
+    render_card,
+    sign,
+    write_card,
+)
 from sf_core.reports.view import RunView
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
@@ -77,7 +88,7 @@ def test_no_licence_is_invented(empty_run: RunDirectory, tmp_path: Path) -> None
     assert "Who publishes this policy chooses one." in built_in
 
     own = config.model_copy(update={"policy": config.policy.model_copy(update={"model": str(tmp_path)})})
-    unknown = render_card("run-1", own, find_base(own, str(tmp_path)), {}, None, sees=False)
+    unknown = render_card("run-1", own, find_base(own, str(tmp_path)), {}, None, is_multimodal=False)
     assert "license:" not in unknown and "base_model:" not in unknown and str(tmp_path) not in unknown
     assert "The files of the base name no licence, so none is named here." in unknown
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.reports.comparison.figures import differing_settings, run_figures
-from sf_core.reports.comparison.page import name_runs
+from sf_core.reports.html.comparison import differing_settings, name_runs, run_figures
 from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import write_trajectories

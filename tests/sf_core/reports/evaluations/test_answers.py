@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.reports.evaluations import answers
-from sf_core.reports.evaluations.answers import (
+from sf_core.reports.evaluations import comparison
+from sf_core.reports.evaluations.comparison import (
     SHOWN,
     Answers,
     GivenAnswer,
@@ -100,4 +100,4 @@ def test_greedy_answers_are_shown_where_they_are_others(empty_run: RunDirectory)
 
 
 def test_examples_hold() -> None:
-    assert doctest.testmod(answers).failed == 0
+    assert doctest.testmod(comparison).failed == 0

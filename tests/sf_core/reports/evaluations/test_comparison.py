@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.reports.evaluations import comparison
-from sf_core.reports.evaluations.answers import answers_of
 from sf_core.reports.evaluations.comparison import (
+    answers_of,
     bootstrap,
     compare,
     pass_at,

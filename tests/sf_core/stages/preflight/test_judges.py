@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig
+from sf_core.process.user_code import place_of
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import Facts
 from sf_core.types import Task
-from sf_core.user_code import place_of
 from tests.bench.commands import sf
 from tests.bench.refusals import check_sentence
 

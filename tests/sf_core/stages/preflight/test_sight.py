@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.engines.vllm import limits
+from sf_core.engines.vllm import server
 from sf_core.models.images.processor_config import PREPROCESSOR_CONFIG
 from sf_core.stages.preflight.checks import preflight
 from sf_core.stages.preflight.facts import Facts
@@ -43,4 +43,4 @@ def test_heads_of_the_language_part_are_checked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shape = {"model_type": "qwen2_5_vl", "text_config": {"head_dim": 16}}
     with clear_refusal("a width of 16 (head_dim)"):
-        limits.check_shape(shape)
+        server.check_shape(shape)

@@ -21,7 +21,7 @@ from sf_core.stages.preflight.facts import Facts
 from sf_core.stages.preflight.sizes import PolicySizes, explain_sizes
 from sf_core.stages.start import start_adapter
 from sf_core.training.packing.rows import SAMPLING, Row
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.policy_folder import count_parameters, count_vision_tower
 from sf_core.training.torch.network import Network
 from storage.files import folder_bytes

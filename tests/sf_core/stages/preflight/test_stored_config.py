@@ -22,8 +22,7 @@ from sf_core.stages.preflight.stored_config import (
 )
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.stored_steps import read_stored_settings
-from storage.attempts import Attempt
-from storage.run_directory import RunDirectory
+from storage.run_directory import Attempt, RunDirectory
 from tests.bench.runs import commit, pretend
 
 KEPT = Path(__file__).parents[3] / "data" / "runs" / "old"

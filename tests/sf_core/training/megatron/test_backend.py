@@ -7,7 +7,7 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.models.builtin import make_policy
 from sf_core.recipes.losses import LossConfig
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.testing import TrainerTests
+from sf_core.testing.trainers import TrainerTests
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.run_directory import RunDirectory
 from tests.bench.runs import configure

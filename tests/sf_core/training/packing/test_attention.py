@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sf_core.training.packing import attention
 from sf_core.training.packing.attention import RowAttention
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
-from sf_core.training.packing.trie import Microbatch
+from sf_core.training.packing.trie import Microbatch, Packing, pack
 from tests.bench import closeness
 from tests.bench.training.batches import make_batch
 from tests.sf_core.training.packing.packed_batches import batches

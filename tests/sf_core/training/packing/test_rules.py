@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.training.packing import rules
+from sf_core.training.packing import trie
 from sf_core.training.packing.rows import Row, read_rows
-from sf_core.training.packing.rules import Packing, pack, share, split_groups
+from sf_core.training.packing.trie import Packing, pack, share, split_groups
 from tests.bench.properties import examples
 from tests.bench.training import batches
 from tests.sf_core.training.packing import packed_batches
@@ -77,9 +77,9 @@ def test_no_other_cuts_compute_less(rows: Rows, max_tokens: int, passes: int) ->
         return sum(tokens + max_tokens // passes for tokens in microbatches)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "_PASSES_PER_BOUND", passes)
+        patch.setattr(trie, "_PASSES_PER_BOUND", passes)
         found = [len(microbatch.token_ids) for microbatch in pack(own, Packing(max_tokens))]
-    ordered = [row for row in rules.in_token_order(own) if row.length]
+    ordered = [row for row in trie.in_token_order(own) if row.length]
     least = 1 << 40 if ordered else 0
     for cuts in product([False, True], repeat=max(0, len(ordered) - 1)):
         starts = [0, *(at + 1 for at, is_cut in enumerate(cuts) if is_cut)]

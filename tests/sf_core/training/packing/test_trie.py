@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from tests.bench.training.batches import make_batch
 from tests.sf_core.training.packing.packed_batches import batches, told_apart
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.config.run_config import DtypeName
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch import network
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, SingleRank

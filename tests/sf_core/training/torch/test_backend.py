@@ -7,7 +7,7 @@ import pytest
 
 from sf_core.config.devices import WorkerDevice
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.testing import TrainerTests
+from sf_core.testing.trainers import TrainerTests
 from sf_core.training.torch.backend import TorchBackend
 from storage.run_directory import RunDirectory
 from tests.bench import training

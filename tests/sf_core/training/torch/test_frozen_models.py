@@ -15,7 +15,7 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.config.run_config import DtypeName
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.teacher_folder import find_teacher
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks, SingleRank

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.models import scoring
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch.network import Network
 from tests.bench import closeness, training
 from tests.bench.memory import peak_bytes

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from sf_core.config import RunConfig
 from sf_core.stages.preflight.sizes import PolicySizes
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trained_model import AdamSettings

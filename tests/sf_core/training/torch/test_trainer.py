@@ -13,7 +13,7 @@ from sf_core.config import TrainConfig
 from sf_core.models.scoring import score
 from sf_core.recipes.losses import Clip, Tokens
 from sf_core.training.packing.rows import read_rows
-from sf_core.training.packing.rules import Packing, pack
+from sf_core.training.packing.trie import Packing, pack
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.step_metrics import MAX_PARTS
 from sf_core.training.torch.torch_model import TorchModel

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sf_core.dataplane.chat.calls.base import CALL_END, CALL_START
 from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.calls.llama3_json import PYTHON_TAG
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START
 from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from tests.bench.dataplane.planes import CALC

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.gateway.dialects.testing import HI, Heard
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.request import ToolChoice
 from sf_core.engines.scripted import scripted_logprob
+from sf_core.testing.dialects import HI, Heard
 from tests.bench import dataplane
 from tests.bench.dataplane import planes
 

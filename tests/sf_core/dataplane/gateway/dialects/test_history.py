@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from sf_core.dataplane.chat.contents import Content
-from sf_core.dataplane.chat.messages import Message, text_of
+from sf_core.dataplane.chat.messages import Content, Message, text_of
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.registry import DIALECTS
 from sf_core.dataplane.gateway.normalisation import normalise

@@ -15,9 +15,9 @@ from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.gateway.dialects.responses import Responses
-from sf_core.dataplane.gateway.dialects.testing import read_events
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces
+from sf_core.testing.dialects import read_events
 from tests.bench.dataplane import planes
 from tests.bench.waits import patience
 

@@ -17,13 +17,13 @@ from sf_core.dataplane.api_schemas import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.routing.pace import StreamPace
+from sf_core.dataplane.routing.generation import StreamPace
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.memory_budget import MemoryBudget
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.opening import open_turns
-from sf_core.dataplane.turns.request_fingerprint import RequestFingerprint
+from sf_core.dataplane.turns.request import RequestFingerprint
 from sf_core.types import Chunk, FinishReason
 from tests.bench import dataplane
 from tests.bench.properties import examples

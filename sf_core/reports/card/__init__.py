@@ -1,1 +1,0 @@
-"""The model card of a trained policy: RUN/policy/README.md."""

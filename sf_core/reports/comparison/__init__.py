@@ -1,1 +1,0 @@
-"""Several runs side by side: `sf report RUN RUN ...`."""
