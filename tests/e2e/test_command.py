@@ -17,7 +17,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sf_core.cli.stack.command_lock import HeldError, hold
+from sf_core.cli.stack.command_lock import HeldError, lock_run
 from sf_core.cli.stack.supervisor import call
 from sf_core.config.yaml_file import load_config
 from sf_core.process.child_processes import MARK
@@ -81,7 +81,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 8
     with pytest.raises(HeldError, match=f"process {process.pid} on "):
-        hold(RunDirectory(config.run_dir))
+        lock_run(RunDirectory(config.run_dir))
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=waits.patience())
     assert process.returncode == 130, output.decode()
