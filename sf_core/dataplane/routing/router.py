@@ -59,8 +59,6 @@ class Router:
         self._changed = Condition()
         self._is_dispatch_scheduled = False
 
-    # --- generations
-
     def check_room(self) -> None:
         """Raises ApiError 429 if the wait queue is full."""
         if len(self.waiting) >= self.limits.max_waiting:
@@ -206,8 +204,6 @@ class Router:
     def waiting_reason(self, floor: int = 0) -> str:
         """Why a request that needs this policy version or a later one waits."""
         return find_obstacle(self.engines, floor, is_run_paused=None in self.paused)
-
-    # --- engines
 
     @property
     def is_serving(self) -> bool:
@@ -355,8 +351,6 @@ class Router:
             engine.send_expecting_answer(wire.pack(wire.Yield(engine.drain_reason)))
             engine.yield_requested = True
         self._schedule()
-
-    # --- dispatch
 
     def _requeue(self, interrupted: list[Generation]) -> None:
         self.interruptions += len(interrupted)
