@@ -1,5 +1,6 @@
-"""Waits that are logged and shown: for what, since when, until when. All that may wait long uses them. Also
-durations that no change of the computer's clock makes wrong.
+"""Waits that are logged and shown: for what, since when, until when. All that may wait long uses them.
+
+A stopwatch measures durations that no change of the computer's clock makes wrong.
 """
 
 from __future__ import annotations

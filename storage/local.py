@@ -1,11 +1,14 @@
-"""Files of a local disk: how they are opened, and how a finished file gets its name.
+"""Files of a local disk: how they are opened, how a finished file gets its name, and locks.
 
 What is read is a regular file, and nothing else is replaced. A named pipe in place of a file would keep a
-reader waiting. A device in place of a file would be replaced by one. A link in a folder in which others may
-write would lead to a file that they choose. A finished file is renamed to a name that must not exist yet,
-atomically: of two writers, one wins. A lock is held by one process at a time, and the locked file says by
-which; the kernel frees it when its process ends, however that ends. A lock is of a file that nothing
-replaces: a lock on a file that is replaced would stay with the old one.
+reader waiting. A device in place of a file would be replaced by a file. A link in a folder in which others
+may write would lead to a file that they choose.
+
+A finished file is renamed to a name that must not exist yet, atomically: of two writers, one wins.
+
+A lock is held by one process at a time, and the locked file says by which. The kernel frees the lock when
+that process ends. A lock is of a file that nothing replaces: a lock on a replaced file would stay with the
+old file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The layout of a run directory, and its manifests, which alone decide which stages are done.
+"""The layout of a run directory, and its manifests, which alone decide which stages are done. Also the record
+that each attempt of a flow leaves there.
 
 Owns every path and the order of stages. Knows nothing of what the stages compute.
-
-The record that each flow attempt on a run leaves in the run directory.
 """
 
 from __future__ import annotations

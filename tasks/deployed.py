@@ -1,11 +1,11 @@
-"""The configuration of a flow run that a deployment started: the given settings over the deployed ones.
+"""The configuration of a flow run that a deployment started: the given settings over the deployed ones; and
+the run on which a flow run works.
 
 Prefect replaces a parameter as a whole: one setting given on the command line would reset all others of the
 deployment to our defaults.
 
-Which run a flow run works on: the one that its configuration names, else one named after the flow run.
-
-A name drawn at the start of the flow would be another one on every retry.
+A run without a name is named after the flow run. A name drawn at the start of the flow would be another one
+on every retry.
 """
 
 from __future__ import annotations

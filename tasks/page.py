@@ -1,7 +1,5 @@
-"""The page of a run in Prefect: artifacts of its flow run, updated in place while the run goes on, and a log
-line for each iteration.
-
-The page of a sweep in Prefect: one artifact of its flow run with the table and the picture.
+"""The page of a run or of a sweep in Prefect: artifacts of its flow run, updated in place while it goes on,
+and for a run a log line per iteration.
 """
 
 from __future__ import annotations

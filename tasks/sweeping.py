@@ -1,6 +1,5 @@
-"""The runs of a sweep in a flow run: one child per run, as many at a time as there are shares of workers.
-
-Runs as children of a flow run: each in a process of its own, on a share of the workers.
+"""The runs of a sweep in a flow run, as many at a time as there are shares of workers: one child per run, in
+a process of its own.
 
 A child is a flow run below its parent, as a subflow would be. It has its own process, because runs in one
 process would share logs, signals and settings, and a run that dies must die alone.

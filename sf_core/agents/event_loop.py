@@ -1,4 +1,6 @@
-"""The event loop of a runner: what blocks it, and plain functions beside it."""
+"""The event loop of a runner. Plain functions are called beside it, each in a thread of its own. What blocks
+it is named in the log: an agent that does not await keeps all sessions of its process waiting.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Sends reports on ended sessions to the data plane: many in one request, each until it is answered.
-
-What a runner spends on its sessions beside the policy's answers, for the data plane.
+"""Sends reports on ended sessions to the data plane: many in one request, each until it is answered. A report
+says what the runner spent on its sessions beside the policy's answers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Addresses and paths in settings: whether other machines can reach an address and whether it contains a
-password, and what `~` and `${VAR}` stand for in a path.
+"""Addresses and paths in settings: whether other machines can reach an address, whether it contains a
+password, and what `~` and `${VAR}` stand for in a path. Also the addresses at which browsers may use a
+server of ours.
 
-The addresses at which browsers may use a server of ours: those of loopback, and those that its operator
-names. Browsers tell the host, the origin and the site of a request truthfully; other programs send neither
-origin nor site. A host name of a stranger's may have been rebound to this machine.
+These are the addresses of loopback and those that the operator names. Browsers tell the host, the origin and
+the site of a request truthfully; other programs send neither origin nor site. The host name of a stranger may
+have been rebound to this machine.
 """
 
 from __future__ import annotations

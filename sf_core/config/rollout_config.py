@@ -1,9 +1,8 @@
-"""Settings of what is worked on and how it is sampled: the environment, and rollout.
+"""Settings of the environment and of rollout: what is worked on, how it is sampled, and what happens to
+failed sessions.
 
-Why sessions fail and what happens to a failed one, alike for training and held-out sessions.
-
-Owns the words that settings, statuses, manifests and metrics share. The decisions are made in
-sf_core/dataplane/runs/decide.py.
+Owns the reasons of failures, which settings, statuses, manifests and metrics share.
+sf_core/dataplane/runs/decide.py makes the decisions.
 """
 
 from __future__ import annotations

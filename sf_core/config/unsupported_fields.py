@@ -100,7 +100,7 @@ def _check_unsupported_field(name: str) -> str:
 
 
 Normalisation = Literal["billing_header"]
-"""Name of a text that is removed from requests (dataplane/gateway/dialects/normalised.py)."""
+"""Name of a text that is removed from requests (dataplane/gateway/normalisation.py)."""
 
 UnsupportedField = Annotated[str, AfterValidator(_check_unsupported_field)]
 """Name of an unsupported request field."""

@@ -1,12 +1,11 @@
-"""HTTP as the data plane speaks it: as uvicorn does, except for its faults.
+"""HTTP as the data plane speaks it: as uvicorn does, except for its faults. Also the settings of HTTP,
+WebSockets and the interpreter in a data plane's process.
 
 Limits what a client may send before it has shown a key. The settings of uvicorn do not suffice: they bound
 neither the size nor the time of a head with httptools, and `limit_concurrency` refuses every client.
 
 A request needs a head of limited size, in limited time, and a body that does not stall. Once a request has
 arrived, its answer may take as long as it takes; WebSockets leave this protocol.
-
-HTTP, WebSocket and interpreter settings of a data plane's process.
 """
 
 from __future__ import annotations

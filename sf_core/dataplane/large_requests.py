@@ -2,8 +2,8 @@
 request.
 
 Small requests are handled on the loop, which is faster. The work of a thread may take any time; the loop gets
-the interpreter back after SWITCH_S (serving.py), or after one call into a library. No such call may take
-longer than a few hundredths of a second (docs/decisions/059).
+the interpreter back after SWITCH_S (http_protocol.py), or after one call into a library. No such call may
+take longer than a few hundredths of a second (docs/decisions/059).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The kinds of engines by the names that `engine.kind` gives them. Imports no engine.
-
-The engine that stays in its worker's process between leases, at rest, as the trainer does.
+"""The kinds of engines by the names that `engine.kind` gives them, and the engine that stays in its worker's
+process between leases, at rest. Imports no engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What an environment is: tasks, an agent that works on them, a reward, and demonstrations if it has some.
+Also how a run calls these functions, and what is wrong with functions that cannot be called so.
 
-Its fields are its settings, as `environment.settings` gives them. registry.py knows those that are shipped.
-
-How a run calls the functions of its environment, and what is wrong with those that cannot be called so.
+The fields of an environment are its settings, as `environment.settings` gives them. registry.py knows the
+environments that are shipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Single-turn tasks of the public library reasoning-gym, made by its generators and scored by its scorers.
 
-Which answers of a model may be evaluated: some scorers of reasoning-gym hand them to Python's `eval`, or
-to sympy, which does.
+Only some answers may be scored: some scorers hand an answer to Python's `eval`, or to sympy, which does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The longest sequence of a model and the number of its ids, by its Hugging Face configuration. Imports no
-tensor library.
-
-Size of an engine's KV cache, by its settings and the model's configuration. Imports no tensor library.
+"""Sizes that follow from a model's Hugging Face configuration: its longest sequence, the number of its ids,
+and the size of an engine's KV cache. Imports no tensor library.
 """
 
 from __future__ import annotations

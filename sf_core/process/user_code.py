@@ -1,7 +1,8 @@
-"""Text of others on the terminal: task ids, errors and file names may quote a model, and a model samples
-anything, also what would set the clipboard, the title or the colours of a terminal.
+"""The user's own code and texts: the file and line of an error or of a function, and texts made safe for the
+terminal.
 
-Where the user's own code is to blame: the file and line of an error or of a function.
+Task ids, errors and file names may quote a model. A model samples anything, also what would set the
+clipboard, the title or the colours of a terminal.
 """
 
 from __future__ import annotations

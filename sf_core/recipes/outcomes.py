@@ -1,6 +1,5 @@
-"""What a group is to be, what came of it, and when a session was right. Values only.
-
-Equality of rewards up to rounding.
+"""What a group is to be, what came of it, and when a session was right. Rewards are equal up to rounding.
+Values only.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class WorkerState(WorkerPlugin):
         self.device = WorkerDevice(figures)
         self.engine = ResidentEngine(self.device)
         self.trainer: Any = None
-        """The TrainerBackend of the last run that trained here, set by training/registry.py. It keeps the
+        """The TrainerBackend of the last run that trained here, set by training/backends.py. It keeps the
         trainer and the process group."""
         self._switching: tuple[str, Switching] | None = None
         """URI of the last run here, and its switches."""

@@ -1,8 +1,7 @@
-"""A run as flows and tasks see it: RunRef is passed between them, and OpenRun opens the run that it names.
+"""A run as flows and tasks see it: RunRef is passed between them, and OpenRun opens the run that it names. A
+stage runs once; afterwards it returns the data of its manifest.
 
 Owns how a flow attempt resumes: which stages are pending, and what the data plane is told of the run.
-
-Commits stages: a stage runs once, and afterwards returns the data of its manifest.
 """
 
 from __future__ import annotations

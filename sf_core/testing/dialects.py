@@ -151,7 +151,7 @@ class DialectTests:
                 streamed = _stream(self._reply({"stream": True}), [answer], size)
                 assert self.hear_stream(streamed) == [whole], f"in pieces of {size} characters"
                 assert len(list(read_events(streamed))) > 1
-            # of which one comes where nothing is sampled for a while (keepalive.py)
+            # of which one comes where nothing is sampled for a while (observed.py)
             with_empty_lines = streamed.replace(b"\n\n", b"\n\n\n")
             assert self.hear_stream(with_empty_lines) == [whole]
 

@@ -1,5 +1,5 @@
 """The contract of engines, as tests: a test class inherits from EngineTests, or from ModelEngineTests
-(model_testing.py) if its tokens come from a network, and says how its engine is made.
+(model_engines.py) if its tokens come from a network, and says how its engine is made.
 
 Needs no pytest. A pytest fixture of the subclass may set what `make` needs.
 """

@@ -1,6 +1,5 @@
-"""Trainer backends by the names that `train.backend` gives them. Imports none of them.
-
-The interface of trainer backends, and what they ask of the run whose policy they train.
+"""The interface of trainer backends, what they ask of the run whose policy they train, and the backends by
+the names that `train.backend` gives them. Imports none of them.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Trainer(Protocol):
 
 
 class TrainerBackend(Protocol):
-    """A way to train, named in training/registry.py. A worker keeps one object of it from step to step."""
+    """A way to train, named in training/backends.py. A worker keeps one object of it from step to step."""
 
     def __init__(self, device: WorkerDevice) -> None: ...
 

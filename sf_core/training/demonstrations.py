@@ -105,7 +105,7 @@ def check_demonstrations(config: RunConfig) -> None:
 def encode(renderer: Renderer, demonstration: Demonstration) -> EncodedDemonstration:
     """A demonstration as the policy would have produced it: every turn is encoded by itself, as in a session.
 
-    Raises ValueError with one sentence if the chat template does not render what the assistant says, or a
+    Raises ValueError with one sentence if the chat template does not render what the assistant says, or an
     image cannot be shown."""
     ids: list[Ids] = []
     is_answer: list[npt.NDArray[np.bool_]] = []

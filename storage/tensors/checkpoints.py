@@ -1,14 +1,12 @@
-"""Checkpoints: what a trainer needs to continue as if it had never stopped.
+"""Checkpoints, which a trainer needs to continue as if it had never stopped; and the shards in them.
 
-Owns a folder of shards and state.json, which is written last and names each shard with its checksum; a folder
-without it is no checkpoint. Tensors are float32 under a part and the name of the parameter, as in
-`exp_avg/model.norm.weight`.
+A checkpoint is a folder of shards and state.json, which is written last and names each shard with its
+checksum. A folder without state.json is no checkpoint. Tensors are float32 under a part and the name of the
+parameter, as in `exp_avg/model.norm.weight`.
 
-Shards: safetensors files with slices of tensors. Whoever reads them may cut the tensors otherwise than
-those who wrote them.
-
-Owns where a slice lies in its tensor, and how that stands in a file: in the metadata, as
-torch.distributed.checkpoint writes and reads it. Knows nothing of what the tensors mean.
+A shard is a safetensors file with slices of tensors. Readers may cut the tensors otherwise than the writers
+did. Where a slice lies in its tensor stands in the metadata, as torch.distributed.checkpoint writes and reads
+it.
 """
 
 from __future__ import annotations

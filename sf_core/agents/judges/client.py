@@ -1,7 +1,7 @@
-"""Calls one judge over the OpenAI API: again while it is away or gives no verdict, and not again for what is
-known.
+"""Calls one judge over the OpenAI API. A question is repeated while the judge does not answer or gives no
+verdict, and not asked again if its reply is known.
 
-Which replies of a judge are verdicts: those that ended by themselves, with an answer.
+A reply is a verdict if it ended by itself, with an answer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The judges of a runner, by their names.
-
-What a reward function gets of a judge, and the record of what it asked.
+"""The judges of a runner by their names, what a reward function gets of a judge, and the record of the
+questions that it asked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""What went wrong in the user's code: the user's own frames, and one sentence with phase, file and line.
-
-Ends code that keeps the event loop from turning: with it, no other session of a worker would go on.
+"""What went wrong in the user's code: the user's own frames, and one sentence with phase, file and line. Code
+that keeps the event loop from turning is ended: with it, no other session of a worker would go on.
 """
 
 from __future__ import annotations

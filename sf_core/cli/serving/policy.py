@@ -1,7 +1,7 @@
-"""Which policy `sf try` and `sf serve` serve, and from which folders.
+"""Which policy `sf try` and `sf serve` serve, and from which folders; and greedy answers of a run's policy to
+a few held-out tasks.
 
-Greedy answers of a run's policy to a few held-out tasks. The evaluations of a run sample as its training
-does, so that which answers are shown depends on chance.
+The evaluations of a run sample as its training does, so which of their answers are shown depends on chance.
 """
 
 from __future__ import annotations

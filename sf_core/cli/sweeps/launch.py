@@ -1,6 +1,5 @@
-"""Runs a sweep from the terminal: one stack for all of its runs, the flow, and what the flow tells.
-
-Prints a sweep: its table, what is missing, and the place of its picture.
+"""Runs a sweep from the terminal: one stack for all of its runs, and the flow. Prints the table of the sweep,
+what is missing, and where its chart is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The page of settings: every setting with its default and description, as commented YAML.
+"""All settings, described for users and their editors: a page of commented YAML, and the JSON Schema of a
+configuration file.
 
-The JSON Schema of a configuration file, for editors. It accepts all that the loader accepts.
-
-What only validators know, such as contradictions between settings, is not in it.
+The schema accepts all that the loader accepts. What only validators know, such as contradictions between
+settings, is not in it.
 """
 
 from __future__ import annotations

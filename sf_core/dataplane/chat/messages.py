@@ -154,7 +154,7 @@ class SentImage(NamedTuple):
     data: str
     """Base64, possibly with the letters of URLs."""
     part: Part
-    """The part that shows the image, to which media/media.py adds the facts."""
+    """The part that shows the image, to which media.py of the data plane adds the facts."""
 
 
 @dataclass(slots=True)

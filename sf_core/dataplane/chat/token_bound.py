@@ -45,7 +45,8 @@ class TokenBound:
         self._weights = np.zeros(256)
         """Weight of each byte."""
         self._longest = 0
-        """Bytes of the longest token; 0: the bound is not known to hold for this tokenizer."""
+        """Length of the longest token in bytes. It is 0 if the bound is not known to hold for this
+        tokenizer."""
         self._max_repeats = dict[int, int]()
         """Largest number of each repeated byte in a token."""
         kinds = _pipeline_steps(tokenizer.normalizer)

@@ -5,7 +5,7 @@ engine is stale if it belongs to an earlier attempt of the flow, a released run,
 of its lease with a lower epoch than another that has said hello. Dask starts a lease again when it takes its
 worker for dead; the scheduler numbers the starts as it makes them, so that the order of hellos does not
 matter. The same epoch is the same start, whose connection broke. Routing is in router.py. WebSocket pings,
-answered independently of the work at both ends, detect dead machines and networks (serving.py).
+answered independently of the work at both ends, detect dead machines and networks (http_protocol.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prometheus metrics of runs, sessions and memory. Owns their names, labels and meaning.
 
 They are figures that the data plane keeps anyway, read when Prometheus scrapes them; what is only counted for
-Prometheus, once per request, is in gateway/metrics.py.
+Prometheus, once per request, is in gateway/observed.py.
 """
 
 from __future__ import annotations

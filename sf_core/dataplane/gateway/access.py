@@ -1,4 +1,9 @@
-"""The sender of a request: the key that it shows, the session that it names, and what it may do."""
+"""The access of a request: the key that it shows, what its sender may do, and the run and session that it is
+for, by the session or model that it names.
+
+The page of a stranger in the user's browser can send requests too. With a valid key this does not matter,
+because no page has one.
+"""
 
 from __future__ import annotations
 

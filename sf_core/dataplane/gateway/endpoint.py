@@ -2,8 +2,8 @@
 
 Owns reading bodies, forwarding pieces and noticing clients that go away, hence ASGI endpoints.
 
-The order of a session's requests. Each request is read and opened before the next one, even if it is large
-and waits for threads. Their answers come in any order.
+The requests of a session are read and opened in their order, even if a large one waits for threads meanwhile.
+Their answers come in any order.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Observes every request of an agent: metrics, one trace span per turn, and its stream kept alive.
+"""Observes every request of an agent, for every dialect alike: metrics, one trace span per turn, and its
+stream kept alive.
 
-Owns the record of an exchange, for every dialect alike. Routes know nothing of it: it wraps the application,
-and learns the turns of a request from the router (`submitted_by_request`).
+Routes know nothing of it: it wraps the application, and learns the turns of a request from the router
+(`submitted_by_request`). control/metrics.py has the metrics that are collected on demand.
 
-Prometheus metrics that are counted while requests are served. control/metrics.py has the metrics that are
-collected on demand.
-
-Keeps event streams open while nothing is sampled, and ends streams that no client reads.
-
-Owns both time limits, for every dialect. It sits between server and application, and of events it knows only
-that empty lines may come between them.
+An event stream stays open while nothing is sampled, and ends if no client reads it. Of events this module
+knows only that empty lines may come between them.
 """
 
 from __future__ import annotations

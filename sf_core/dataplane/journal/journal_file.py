@@ -1,4 +1,5 @@
-"""The file of a journal: reading, appending and rewriting it, by the process that owns it.
+"""The file of a journal: reading, appending and rewriting it, by the process that owns it; and the form of
+its records.
 
 Owns that no data of another process is truncated or replaced. The file must be the file that this process
 left, with the length that it left, except for the beginning of a failed write of its own.
@@ -7,12 +8,9 @@ Where locks have no effect, an earlier owner may still append. A process therefo
 it made: before its first write it copies the records that it has read, so an earlier owner finds another file
 at the path.
 
-The frames of a journal's file. Each frame holds a record: length, CRC-32, payload.
-
-The encoding of events in a journal, as MessagePack: the tag of the event, then its fields in order.
-
-Token ids and log-probs are the bytes of their arrays. Keys are in plain text: no other user may read a
-journal.
+The file is a sequence of frames: length, CRC-32, and a record. A record is an event as MessagePack: its tag,
+then its fields in order. Token ids and log-probs are the bytes of their arrays. Keys are in plain text: no
+other user may read a journal.
 """
 
 from __future__ import annotations

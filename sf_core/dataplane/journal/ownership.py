@@ -1,12 +1,11 @@
-"""The ownership of a journal: only the process that holds the lock on a file beside it may write it.
+"""The ownership of a journal: only the process that holds the lock on a file beside it may write it. Knows
+nothing of what a journal contains.
 
-The lock is not on the journal itself, which a compaction replaces. Knows nothing of what a journal contains.
+The lock is not on the journal itself, which a compaction replaces. The list of the runs that a data plane
+serves is for the process that replaces it.
 
-The list of runs that a data plane serves, for the process that replaces it.
-
-Asks the run directory whether a later attempt of a run has begun, perhaps at another data plane.
-
-A data plane that owns the journal in the run directory need not ask: no other plane can have opened the run.
+A fence asks the run directory whether a later attempt of a run has begun, perhaps at another data plane. A
+data plane that owns the journal in the run directory need not ask: no other one can have opened the run.
 """
 
 from __future__ import annotations

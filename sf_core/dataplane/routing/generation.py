@@ -1,11 +1,11 @@
-"""The generation of one turn, by any number of engines in sequence.
+"""The generation of one turn, by any number of engines in sequence, and the pace at which its tokens are
+passed on.
 
 Owns the tokens sampled so far and the remaining request. The router decides where the generation runs.
 
-Pacing of streams: a bound on the events that a run sends per second, however much it samples.
-
-An event costs the same for one token as for ten. While streams are few, every token is sent as it comes; when
-they are many, one event carries the tokens of several engine steps.
+The pace bounds the events that a run sends per second, however much it samples: an event costs the same for
+one token as for ten. While streams are few, every token is sent as it comes; when they are many, one event
+carries the tokens of several engine steps.
 """
 
 from __future__ import annotations

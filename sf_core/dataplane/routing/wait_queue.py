@@ -1,13 +1,12 @@
-"""The queue of generations that no engine works on, in order of arrival, and the limits of waiting.
+"""The queue of generations that no engine works on, in order of arrival, and the limits of waiting; and the
+requests in it that may have ended an engine.
 
-Owns the order: a generation that comes back from an engine gets its old position.
-
-Requests that may have ended an engine, and the engines that try them. No clock, no IO.
+A generation that comes back from an engine gets its old position.
 
 If an engine ends without a command, any request that got no token there may be the cause. These requests are
-suspects. They go out again in two halves, and an engine that tries a half is given nothing
-else until each of its requests has got a token, which clears it. So of n requests, the one that ends every
-engine is alone after log2(n) + 1 deaths.
+suspects. They go out again in two halves, and an engine that tries a half is given nothing else until each of
+its requests has got a token, which clears it. So of n requests, the one that ends every engine is alone after
+log2(n) + 1 deaths.
 """
 
 from __future__ import annotations

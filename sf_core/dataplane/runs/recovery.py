@@ -1,8 +1,8 @@
 """Registrations of a run, and its recovery from its journal after the data plane died.
 
-A restarted data plane opens by itself the runs that were open (open_runs.py). A run that a flow registers is
-restored from its journal first, and then registered like one that was open all the time. What other events do
-to a run is in state.py.
+A restarted data plane opens by itself the runs that were open (journal/ownership.py). A run that a flow
+registers is restored from its journal first, and then registered like one that was open all the time. What
+other events do to a run is in state.py.
 """
 
 from __future__ import annotations

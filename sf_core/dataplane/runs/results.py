@@ -182,7 +182,7 @@ class Ends:
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
         self._external: set[str] = set()
-        """Those on which external agents worked, also if no report ended them."""
+        """Sessions on which external agents worked, also those that no report ended."""
         self._groups: defaultdict[tuple[Split, int], list[str]] = defaultdict(list)
         self._logged: deque[str] = deque()
         """Ids of the ended sessions of each group, and of external ones that have no claim."""

@@ -1,10 +1,9 @@
-"""A finished session's turn tree as trajectories, one per root-to-leaf path.
+"""A finished session's turn tree as trajectories, one per root-to-leaf path; and a turn tree as JSON, for
+people and tools that inspect a session.
 
 Every sampled token is trained in exactly one branch, the first that contains it; later branches repeat it
 with mask False, as all do tokens that followed a grammar. Iterative, because trees may be thousands of turns
 deep.
-
-A session's turn tree as JSON, for people and tools that inspect it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The result of a session that has ended, kept in memory until its rows are stored.
-
-Figures of the questions that judges were asked for rewards, and the tokens that judges have used.
+"""The result of a session that has ended, kept in memory until its rows are stored. It includes the questions
+that judges were asked for its reward, and the tokens that judges used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A turn's answer in the form that dialects get: in pieces while it is sampled, and whole at its end.
-
-Reads the tokens of a generation as the parts of an answer, and ends the generation where its request
-says.
+"""A turn's answer in the form that dialects get: in pieces while it is sampled, and whole at its end. The
+reader makes the parts of an answer of sampled tokens, and ends the generation where its request says.
 """
 
 from __future__ import annotations

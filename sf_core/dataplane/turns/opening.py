@@ -1,7 +1,7 @@
 """From a request to its turns: its prompt in the session, and whether each turn is new, continued, or already
 served.
 
-A retry joins its turn instead of sampling another (request_fingerprint.py). No turn is begun if one of the
+A retry joins its turn instead of sampling another (request.py). No turn is begun if one of the
 requests is refused.
 """
 

@@ -1,6 +1,5 @@
-"""Requests in the canonical form that every dialect is parsed into.
-
-The fingerprint of a request, by which a retry is recognised.
+"""Requests in the canonical form that every dialect is parsed into, and their fingerprints, by which retries
+are recognised.
 
 Clients mark a retry by `Idempotency-Key` (any HTTP client may send one) or by `X-Stainless-Retry-Count` (the
 OpenAI and Anthropic SDKs always do). An agent that repeats a request itself after its stream broke sends

@@ -1,11 +1,8 @@
-"""What both drivers do: they serve a lease over as many connections as necessary, and do what the data
-plane's frames say. They decide nothing: the data plane routes, pauses and revokes; the engine samples.
+"""What both drivers do: they serve a lease over as many connections as necessary, and obey the frames of the
+data plane. They decide nothing: the data plane routes, pauses and revokes; the engine samples.
 
-How an engine reaches the data plane: the address of the WebSocket, how it is opened, and the errors that
-its failures are.
-Both drivers use this module.
-
-What an engine did during a lease, as spans of time: it sampled, took weights, yielded, or waited.
+Also their connection (the address of the WebSocket, how it is opened, and the errors of its failures), and
+the spans of time in which an engine sampled, loaded weights, yielded or waited.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""vLLM's HTTP: the only module that knows its routes, checked against 0.32.0 and 0.33.0.
+"""vLLM's HTTP: the only module that knows its routes, checked against 0.32.0 and 0.33.0. Most of them are
+development routes, which vLLM may change in any version.
 
-Most of them are development routes, which vLLM may change in any version.
-
-A request in vLLM's terms. It may take several requests there: an update ends one, and the next goes on.
+A turn may take several requests at vLLM: an update of the weights ends one request, and the next continues
+the turn.
 """
 
 from __future__ import annotations

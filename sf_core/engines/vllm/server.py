@@ -1,8 +1,7 @@
 """The vLLM server of this process: its command line and environment, its start, its last words and its end.
+Also what vLLM's CPU build cannot do, of which its servers would say nothing before they fail.
 
 Owns the Unix socket of an engine's server.
-
-What vLLM's CPU build cannot do, which its servers would say late or by their end.
 """
 
 from __future__ import annotations

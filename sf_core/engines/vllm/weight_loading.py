@@ -1,13 +1,11 @@
-"""How a version of the policy reaches a vLLM server: as weights that take the place of the server's own, or
-as an adapter beside the one before, under a name of its own.
+"""How a version of the policy reaches a vLLM server: as weights that replace those of the server, or as an
+adapter beside the one before, under a name of its own.
 
 The base of adapters stays as the server was started with it, and nothing is ever sampled by it: beside
 adapters vLLM's CPU build computes it wrongly.
 
-The model folder that vLLM reads: the policy's configuration and tokenizer, and links to the weights taken
-last.
-
-Reads headers of safetensors files only; imports no tensor library.
+The model folder that vLLM reads has the policy's configuration and tokenizer, and links to the newest
+weights. Of safetensors files only headers are read; no tensor library is imported.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The kinds of constraints: how each is drawn, told and checked.
+"""The kinds of constraints: how each is drawn, described and checked; and the words that tasks are made of.
+Held-out tasks have other words than training tasks.
 
 The kinds are those of IFEval (Zhou et al. 2023, arXiv 2311.07911) that need no detection of languages and no
 splitting into sentences, with numbers for short texts; `first_words` and `question` are ours.
-
-The words that tasks are made of. Held-out tasks have other ones than training tasks.
 """
 
 from __future__ import annotations

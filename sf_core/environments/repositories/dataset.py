@@ -1,6 +1,5 @@
-"""Instances of a data set in the format of SWE-bench.
-
-Files of a repository at a commit, from a git folder or an archive.
+"""Instances of a data set in the format of SWE-bench, and the files of their repositories at a commit, from a
+git folder or an archive.
 """
 
 from __future__ import annotations

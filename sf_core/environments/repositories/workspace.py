@@ -1,6 +1,5 @@
 """The work folder of a sandbox as a git repository: what an agent does in it, and what it has changed.
-
-Patches as models write them: they are applied as SWE-bench's evaluation applies them.
+Patches that models write are applied as SWE-bench's evaluation applies them.
 """
 
 from __future__ import annotations

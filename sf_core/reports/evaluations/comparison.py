@@ -1,7 +1,4 @@
-"""How two policy versions compare on the same held-out tasks and seeds.
-
-Answers to held-out tasks, and those of two policy versions side by side.
-"""
+"""How two policy versions compare on the same held-out tasks and seeds, and their answers side by side."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Writes the model card of a trained policy, from the run directory.
 
-The base model of a policy, its name and its licence, as far as files name them. Nothing is guessed.
-
-The settings of a run as a stranger may read them: without paths, addresses and keys of the user.
+The base model, its name and its licence stand there as far as files name them; nothing is guessed. Settings
+are shown without paths, addresses and keys of the user.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Stored branches as conversations, which formats convert to rows; and the base of all formats.
-
-The format of ShareGPT.
-
-The format of TRL.
+"""Stored branches as conversations, which formats convert to rows; the base of all formats, and the formats
+of ShareGPT and TRL.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 Branches that a format cannot hold are left out. Every row says whether it renders to what the policy saw
 (sf_core/dataplane/chat/rendered.py).
 
-`sf export --to parquet`: the tables of branches and of judgements, copied to files of the newest schema
-version.
-
-A run that an earlier version began has files of two schema versions. Other readers take them for two tables.
+`--to parquet` copies the tables of branches and of judgements to files of the newest schema version. A run
+that an earlier version began has files of two schema versions, which other readers take for two tables.
 """
 
 from __future__ import annotations

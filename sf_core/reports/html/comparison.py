@@ -1,6 +1,5 @@
-"""`sf report RUN RUN ...`: several runs on one HTML page that opens offline.
-
-The figures of several runs for the page that compares them, from their manifests and settings.
+"""`sf report RUN RUN ...`: several runs on one HTML page that opens offline. Their figures come from
+manifests and settings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""`sf report RUN`: a run as one HTML file that opens offline. Owns the content of the page and its size.
-
-Puts a page together: one HTML file with its scripts, its style and its data, which opens offline.
+"""`sf report RUN`: a run as one HTML file with its scripts, its style and its data, which opens offline. Owns
+the content of the page and its size.
 
 All text of agents is embedded as compressed data and inserted as text nodes; a Content-Security-Policy allows
-the page's own script and style by their hashes, pictures in data URLs, and no request at all.
+the page's own script and style by their hashes, images in data URLs, and no request at all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The runs of a sweep, from the options of `--set` and the number of seeds. Starts and stores nothing.
-
-What a sweep is asked for: the form of its deployment, and what the command passes to the flow.
+"""The runs of a sweep, from the options of `--set` and the number of seeds; and the request for a sweep,
+which is the form of its deployment and what the command passes to the flow. Starts and stores nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What the runs of a sweep have come to, run by run and setting by setting.
-
-Means over seeds and their 95 % intervals, by Student's t. Pure.
-
-The table of a sweep: Markdown for its page in Prefect, cells for the terminal, data for programs.
+"""What the runs of a sweep have come to, run by run and setting by setting: means over seeds with their 95 %
+intervals by Student's t, and the table of the sweep as Markdown for its page in Prefect, as cells for the
+terminal, and as data for programs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""A sweep as it is stored: its settings, its runs, and why runs of it failed.
+"""A sweep as it is stored: its settings, its runs, and why runs of it failed. Also how many of its runs
+compute at once.
 
 A sweep is the folder ROOT/sweeps/NAME; its runs are run directories in ROOT like any others.
 
-How many runs of a sweep compute at once: the workers, divided into equal shares. Pure.
-
-A share is enough for a run if a plan can be made of it. Shares are equal, so that the seconds of runs can be
-compared; workers that are left over stay idle.
+The workers are divided into equal shares, so that the seconds of runs can be compared; workers that are left
+over stay idle. A share is enough for a run if a plan can be made of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A microbatch: rows as a trie of tokens, and which outputs are trained. Knows nothing of the network and the
-loss.
-
-Which rows go through the network together. Knows nothing of the network and the loss.
+"""A microbatch: rows as a trie of tokens, and which outputs are trained. Also which rows go through the
+network together. Knows nothing of the network and the loss.
 """
 
 from __future__ import annotations

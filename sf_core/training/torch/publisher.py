@@ -1,6 +1,5 @@
-"""What rank 0 stores of a version for engines: the weights, and what changed since the version before.
-
-Work beside the train step, in a thread of its own: one piece after the other.
+"""What rank 0 stores of a version for engines: the weights, and what changed since the version before. It is
+stored beside the train step, in a thread that does one piece of work after the other.
 """
 
 from __future__ import annotations

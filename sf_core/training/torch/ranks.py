@@ -1,7 +1,6 @@
-"""What the ranks of a train step exchange: small values, slices of tensors, and what a sharded model does by
-itself. Membership and meeting are rendezvous.py's.
+"""The ranks of a gang: what they exchange in a train step, and how they meet, stay together and part.
 
-How the ranks of a gang meet, stay together and part.
+They exchange small values and slices of tensors, beside what a sharded model exchanges by itself.
 
 Rank 0 opens a store on its worker's address and announces it in the run directory. Every rank reports to the
 store; rank 0 names the process group to use: the one that all of them still have, or a new one. Every wait

@@ -27,7 +27,7 @@ SIZES = ((56, 56), (28, 112), (84, 56), (112, 84))
 """Heights and widths of images, as the policy sees them."""
 
 Part = int | str
-"""Of a prompt: so many random tokens, or the image of this name."""
+"""A part of a prompt: a number of random tokens, or the name of an image."""
 
 
 def multimodal_policy(folder: str) -> str:
